@@ -1,0 +1,187 @@
+// A client's agent: one thread that talks to the broker and moves this process's pages, so that
+// pages are given back while Python is busy with something else. It never needs the GIL.
+// What it is not: it decides nothing about other clients; that is the broker's.
+//
+// Invariants: only the agent thread changes page states and reads the socket; `mutex_` guards the
+// lease state and the page table and is never held while bytes move or a message is waited for;
+// held_ = pages the broker counts for this client = in regions + spare + not yet minted.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <future>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "backing.h"
+#include "pager.h"
+#include "region.h"
+#include "wire.h"
+
+namespace pymux {
+
+struct AgentOptions {
+  std::string socket;              // path of the broker's socket
+  std::vector<std::string> spawn;  // command that starts a broker; empty: do not
+  std::string job, client, group;
+  std::uint32_t rank = 0, world = 1;
+  int device = 0;
+  std::size_t page_size = 0;   // bytes; 0: 32 MiB, or 2 MiB where host code reaches the device
+  bool pass_pages = true;      // hand physical pages over as file descriptors
+  bool snapshot = false;       // swap everything out at every yield, for comparison
+  double connect_timeout = 10;  // seconds, for starting or finding a broker
+};
+
+struct RegionStats {
+  std::string name;
+  bool keep = true;
+  std::uint64_t base = 0, live = 0, resident = 0, clean = 0, dirty = 0, evicted = 0, discarded = 0;  // bytes
+  RegionCounters counters;
+};
+
+struct AgentStats {
+  std::string phase;  // idle, waiting, active or parked
+  std::uint64_t generation = 0, held = 0, spare = 0, page_size = 0, budget = 0;  // pages but page_size
+  std::uint64_t host_pinned = 0, host_used = 0;                                  // bytes
+  std::uint64_t grants = 0, reentries = 0, reconnects = 0;
+  std::string last_fault;  // of a swap that was undone
+  std::vector<RegionStats> regions;
+};
+
+struct Interrupted {};  // a signal ended the wait; the caller knows which
+
+class Agent {
+ public:
+  explicit Agent(AgentOptions options);  // connects; throws BrokerLost, ProtocolError, ClientExists, ...
+  ~Agent();
+
+  std::shared_ptr<Region> create_region(const std::string& name, OnEvict on_evict);
+  const Device& device() const { return device_; }
+  std::size_t page_size() const { return page_size_; }
+
+  // Blocks until the lease is active with every page of `uses` resident. `writes` are the regions
+  // whose pages may become dirty. expected, timeout: seconds; timeout < 0 waits for ever.
+  // `interrupted` is asked now and then, without a lock; true gives up and throws Interrupted.
+  void acquire(const std::string& phase, std::vector<std::shared_ptr<Region>> uses,
+               std::vector<std::shared_ptr<Region>> writes, double expected, double timeout,
+               const std::function<bool()>& interrupted);
+  // Waits for the device work of this process, then parks or returns the lease.
+  void leave();
+  bool recalled() const { return recalled_flag_.load(std::memory_order_relaxed); }
+  bool active() const { return active_flag_.load(std::memory_order_relaxed); }
+
+  // A block of the region, resident; needs an active lease. Throws DeviceOutOfMemory, ...
+  CUdeviceptr allocate(const std::shared_ptr<Region>& region, std::size_t bytes);
+  // Contents of [ptr, ptr + bytes) from wherever they are, without a lease.
+  void read(const std::shared_ptr<Region>& region, CUdeviceptr ptr, std::size_t bytes, void* to);
+  // Swaps the region (all regions without one) out and gives its pages to the bank. Not in a phase.
+  void evict(const std::shared_ptr<Region>& region);
+  std::size_t trim_host();  // unpins free backing memory; bytes released
+  AgentStats stats();
+  std::vector<SwapSpan> spans();
+  // Gives lease and pages back and ends the thread. Contents of regions are gone. Idempotent.
+  void close();
+
+ private:
+  enum class Phase { idle, waiting, active, parked };
+  struct Ensure {  // an allocation that waits for its pages
+    std::shared_ptr<Region> region;
+    std::size_t first = 0, count = 0;
+    bool done = false;
+    std::exception_ptr error;
+  };
+
+  // caller threads
+  void check_usable_locked() const;
+  void post(std::function<void()> work);
+  void run_on_agent(std::function<void()> work);
+  bool resident_locked(const std::vector<std::shared_ptr<Region>>& regions) const;
+  bool resident_locked(const Region& r, std::size_t first, std::size_t count) const;
+  void activate_locked();
+  void release_locked();
+
+  // agent thread
+  void run(std::promise<void>& ready);
+  void connect_broker(std::uint32_t flags);
+  void reconnect();
+  void wait_for_work();
+  void take_commands();
+  void take_messages();
+  void handle(const std::vector<char>& message, std::vector<Fd>& fds);
+  bool busy();
+  bool step();
+  bool start_out();
+  void finish_out();
+  bool start_in();
+  void finish_in();
+  bool obtain(std::vector<Page>& physical, std::size_t count);
+  std::vector<PageRef> candidates();
+  void queue_missing(const std::shared_ptr<Region>& r, std::size_t first, std::size_t count);
+  void begin_acquire();
+  void give_up(std::uint64_t seq);
+  void send_want();
+  void settle();
+  void fail_waiters(std::exception_ptr error);
+  void flush_pages();
+  void evict_now(const Region* only, bool always_copy);
+  void give_all_back();
+  template <class M>
+  void send(const M& message, const std::vector<Fd>& fds = {});
+  wire::Counts counts_locked();
+  std::uint64_t want_locked() const;
+  std::uint64_t own_locked() const;
+  bool in_use_locked(const Region& r) const;
+
+  const AgentOptions options_;
+  Device device_;
+  const std::size_t page_size_;
+  const int owner_pid_;
+  bool pass_pages_;
+
+  std::mutex mutex_;  // guards what follows, to the next comment
+  std::condition_variable changed_;
+  std::vector<std::shared_ptr<Region>> regions_;
+  Phase phase_ = Phase::idle;
+  bool granted_ = false, recalled_ = false, closed_ = false, finished_ = false;
+  std::exception_ptr broken_;      // the broker is gone for good, or the device is
+  std::exception_ptr acquire_error_;
+  std::uint64_t seq_ = 0, acquire_seq_ = 0, generation_ = 0, stamp_ = 0;
+  std::string phase_name_;
+  double expected_ = 0;
+  std::vector<std::shared_ptr<Region>> uses_, writes_;
+  std::vector<std::shared_ptr<Ensure>> ensures_;
+  std::deque<std::function<void()>> commands_;
+  std::uint64_t held_ = 0, used_ = 0, budget_ = 0;
+  std::uint64_t grants_ = 0, reentries_ = 0, reconnects_ = 0;
+  std::string last_fault_;
+
+  // the agent thread's own
+  std::deque<PageRef> fill_;       // pages that somebody waits for
+  std::vector<PageRef> victims_;   // in the order to go, best last
+  bool victims_known_ = false;
+  std::uint64_t quota_ = 0;        // pages still to give away
+  std::uint32_t missing_ = 0;      // of those, found impossible
+  bool always_copy_ = false;
+  std::vector<Page> spare_;
+  std::vector<Fd> spare_fds_;
+  std::vector<Fd> outgoing_;
+  std::uint32_t outgoing_bare_ = 0;
+  double mint_deadline_ = 0, retry_at_ = 0;
+  std::unique_ptr<Backing> backing_;
+  std::unique_ptr<Pager> pager_;
+  bool stop_ = false;
+  std::atomic<std::uint64_t> spare_physical_{0};  // spare_ and spare_fds_, for other threads
+
+  std::mutex send_mutex_;  // guards the order of messages; taken after mutex_
+  wire::Socket socket_;
+  Fd wake_;
+  std::atomic<bool> recalled_flag_{false}, active_flag_{false};
+  std::thread thread_;
+};
+
+}  // namespace pymux

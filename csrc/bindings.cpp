@@ -1,0 +1,238 @@
+// Converts and documents; nothing else. Every call that can reach the driver or wait releases
+// the GIL. Exceptions are the classes of pymux/errors.py.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "agent.h"
+#include "driver.h"
+#include "error.h"
+#include "torch_allocator.h"
+
+namespace py = pybind11;
+using namespace pymux;
+using Released = py::call_guard<py::gil_scoped_release>;
+
+namespace {
+
+// A live block of a region; freed when Python drops it, resident or not.
+struct Block {
+  std::shared_ptr<Region> region;
+  CUdeviceptr ptr = 0;
+  std::size_t size = 0;
+  bool host_addressable = false;
+  Block(std::shared_ptr<Region> r, CUdeviceptr p, std::size_t n, bool h)
+      : region(std::move(r)), ptr(p), size(n), host_addressable(h) {}
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+  ~Block() { region->free(ptr - region->addresses.base()); }
+};
+
+py::dict to_dict(const AgentStats& s) {
+  py::dict d;
+  d["phase"] = s.phase;
+  d["generation"] = s.generation;
+  d["pages_held"] = s.held;
+  d["pages_spare"] = s.spare;
+  d["page_size"] = s.page_size;
+  d["budget_pages"] = s.budget;
+  d["host_pinned_bytes"] = s.host_pinned;
+  d["host_used_bytes"] = s.host_used;
+  d["grants"] = s.grants;
+  d["reentries"] = s.reentries;
+  d["reconnects"] = s.reconnects;
+  d["last_fault"] = s.last_fault;
+  py::dict regions;
+  for (const auto& r : s.regions) {
+    py::dict e;
+    e["on_evict"] = r.keep ? "keep" : "discard";
+    e["live_bytes"] = r.live;
+    e["resident_bytes"] = r.resident;
+    e["clean_bytes"] = r.clean;
+    e["dirty_bytes"] = r.dirty;
+    e["evicted_bytes"] = r.evicted;
+    e["discarded_bytes"] = r.discarded;
+    e["swapped_out_bytes"] = r.counters.bytes_out;
+    e["swapped_in_bytes"] = r.counters.bytes_in;
+    e["avoided_clean_bytes"] = r.counters.avoided_clean;
+    e["avoided_dead_bytes"] = r.counters.avoided_dead;
+    e["lost_pages"] = r.counters.lost_pages;
+    e["lost_generation"] = r.counters.generation;
+    regions[py::str(r.name)] = e;
+  }
+  d["regions"] = regions;
+  return d;
+}
+
+const Driver& driver() {
+  if (const Driver* d = Driver::loaded()) return *d;
+  throw Error("DriverError", "no driver is loaded yet; call load_driver() first.");
+}
+
+void raise(const Error& e) {
+  py::object type = py::module_::import("pymux.errors").attr(e.type);
+  py::object value = type(e.what());
+  if (e.need || e.limit) {
+    value.attr("need") = e.need;
+    value.attr("limit") = e.limit;
+  }
+  if (auto* c = dynamic_cast<const CudaError*>(&e)) {
+    value.attr("code") = static_cast<int>(c->code);
+    value.attr("call") = c->call;
+  }
+  PyErr_SetObject(type.ptr(), value.ptr());
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "pymux's extension: regions, pager and agent. Use the pymux package, not this module.";
+  py::register_exception_translator([](std::exception_ptr p) {
+    try {
+      if (p) std::rethrow_exception(p);
+    } catch (const Error& e) {
+      raise(e);
+    }
+  });
+
+  m.def("load_driver", [](const std::string& choice) { return Driver::load(choice).path; }, py::arg("choice") = "",
+        Released(), "Load the CUDA driver table once per process; returns the library's path.");
+  m.def(
+      "driver_version",
+      [] {
+        int v = 0;
+        check(driver().cuDriverGetVersion(&v), "cuDriverGetVersion");
+        return v;
+      },
+      "The loaded driver's CUDA version, as 1000 * major + 10 * minor.");
+  m.def("device_count", [] {
+    int n = 0;
+    check(driver().cuDeviceGetCount(&n), "cuDeviceGetCount");
+    return n;
+  }, "How many devices the loaded driver has.");
+  m.def(
+      "wire_layout",
+      [] {
+        std::vector<std::tuple<std::string, int, std::size_t>> out;
+        for (auto& l : wire::layout()) out.emplace_back(l.name, l.type, l.size);
+        return out;
+      },
+      "(name, type, bytes) of every message, to compare with pymux.wire.");
+
+  py::class_<Device>(m, "Device", "Facts about a device. Holds its primary context while alive.")
+      .def(py::init<int>(), py::arg("ordinal"), Released())
+      .def_property_readonly("name", &Device::name)
+      .def_property_readonly("uuid", [](const Device& d) { return py::bytes(reinterpret_cast<const char*>(d.uuid()), 16); })
+      .def_property_readonly("total_bytes", &Device::total)
+      .def_property_readonly("granularity", &Device::granularity)
+      .def_property_readonly("can_export", &Device::can_export)
+      .def_property_readonly("host_addressable", &Device::host_addressable);
+
+  py::class_<Block>(m, "Block", py::buffer_protocol(), "A live block of a region's memory.")
+      .def_readonly("ptr", &Block::ptr)
+      .def_readonly("size", &Block::size)
+      .def_buffer([](Block& b) {
+        if (!b.host_addressable) throw py::buffer_error("this device's memory cannot be addressed by the host");
+        return py::buffer_info(reinterpret_cast<unsigned char*>(b.ptr), static_cast<py::ssize_t>(b.size));
+      });
+
+  py::class_<Region, std::shared_ptr<Region>>(m, "Region", "A named range of device addresses whose pages come and go.")
+      .def_readonly("name", &Region::name)
+      .def_property_readonly("on_evict", [](const Region& r) { return r.on_evict == OnEvict::keep ? "keep" : "discard"; })
+      .def_property_readonly("base", [](const Region& r) { return r.addresses.base(); })
+      .def_property_readonly("size", [](const Region& r) { return r.addresses.size(); })
+      .def_property_readonly("live_bytes", &Region::live_bytes)
+      .def("contains", &Region::contains, py::arg("ptr"));
+
+  py::class_<SwapSpan>(m, "SwapSpan", "One page's swap; times are CLOCK_MONOTONIC seconds, bytes those copied.")
+      .def_readonly("out", &SwapSpan::out)
+      .def_readonly("begin", &SwapSpan::begin)
+      .def_readonly("end", &SwapSpan::end)
+      .def_readonly("bytes", &SwapSpan::bytes);
+
+  py::class_<Agent, std::shared_ptr<Agent>>(m, "Agent", "This process's connection to the broker, and its pages.")
+      .def(py::init([](std::string socket, std::vector<std::string> spawn, std::string job, std::string client,
+                       std::string group, std::uint32_t rank, std::uint32_t world, int device, std::size_t page_size,
+                       bool pass_pages, bool snapshot, double connect_timeout) {
+             AgentOptions o;
+             o.socket = std::move(socket);
+             o.spawn = std::move(spawn);
+             o.job = std::move(job);
+             o.client = std::move(client);
+             o.group = std::move(group);
+             o.rank = rank;
+             o.world = world;
+             o.device = device;
+             o.page_size = page_size;
+             o.pass_pages = pass_pages;
+             o.snapshot = snapshot;
+             o.connect_timeout = connect_timeout;
+             py::gil_scoped_release release;
+             return std::make_shared<Agent>(std::move(o));
+           }),
+           py::kw_only(), py::arg("socket"), py::arg("spawn"), py::arg("job"), py::arg("client"), py::arg("group"),
+           py::arg("rank"), py::arg("world"), py::arg("device"), py::arg("page_size"), py::arg("pass_pages"),
+           py::arg("snapshot"), py::arg("connect_timeout"))
+      .def("create_region",
+           [](Agent& a, const std::string& name, bool keep) {
+             auto r = a.create_region(name, keep ? OnEvict::keep : OnEvict::discard);
+             torch_allocator::add(r);
+             return r;
+           },
+           py::arg("name"), py::arg("keep"), Released())
+      .def("acquire",
+           [](Agent& a, const std::string& phase, std::vector<std::shared_ptr<Region>> uses,
+              std::vector<std::shared_ptr<Region>> writes, double expected, double timeout) {
+             bool interrupted = false;
+             {
+               py::gil_scoped_release release;
+               try {
+                 a.acquire(phase, std::move(uses), std::move(writes), expected, timeout, [] {
+                   py::gil_scoped_acquire gil;
+                   return PyErr_CheckSignals() != 0;
+                 });
+               } catch (const Interrupted&) {
+                 interrupted = true;
+               }
+             }
+             if (interrupted) throw py::error_already_set();
+           },
+           py::arg("phase"), py::arg("uses"), py::arg("writes"), py::arg("expected"), py::arg("timeout"),
+           "Block until the lease is active with every page of `uses` resident; seconds, timeout < 0 for ever.")
+      .def("leave", &Agent::leave, Released(), "Wait for this process's device work, then park or return the lease.")
+      .def_property_readonly("recalled", &Agent::recalled)
+      .def_property_readonly("active", &Agent::active)
+      .def("allocate",
+           [](Agent& a, const std::shared_ptr<Region>& region, std::size_t bytes) {
+             CUdeviceptr p = 0;
+             {
+               py::gil_scoped_release release;
+               p = a.allocate(region, bytes);
+             }
+             return std::make_unique<Block>(region, p, bytes, a.device().host_addressable());
+           },
+           py::arg("region"), py::arg("bytes"))
+      .def("read",
+           [](Agent& a, const std::shared_ptr<Region>& region, CUdeviceptr ptr, py::buffer to) {
+             py::buffer_info info = to.request(true);
+             const auto bytes = static_cast<std::size_t>(info.size * info.itemsize);
+             py::gil_scoped_release release;
+             a.read(region, ptr, bytes, info.ptr);
+           },
+           py::arg("region"), py::arg("ptr"), py::arg("to"),
+           "Copy a region's contents from wherever they are into a contiguous writable buffer.")
+      .def("evict", &Agent::evict, py::arg("region").none(true), Released())
+      .def("trim_host", &Agent::trim_host, Released())
+      .def("stats", [](Agent& a) { return to_dict(a.stats()); })
+      .def("spans", &Agent::spans, Released())
+      .def("close", &Agent::close, Released())
+      .def_property_readonly("host_addressable", [](const Agent& a) { return a.device().host_addressable(); })
+      .def_property_readonly("uuid", [](const Agent& a) {
+        return py::bytes(reinterpret_cast<const char*>(a.device().uuid()), 16);
+      })
+      .def_property_readonly("page_size", &Agent::page_size);
+
+  m.def("torch_enter", &torch_allocator::enter, py::arg("agent"), py::arg("region"),
+        "This thread's torch allocations come from the region until torch_leave().");
+  m.def("torch_leave", &torch_allocator::leave);
+  m.def("torch_last_error", &torch_allocator::last_error);
+}

@@ -1,0 +1,33 @@
+// Errors that cross into Python: each names the class in pymux/errors.py that it becomes.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <exception>
+#include <stdexcept>
+#include <string>
+
+namespace pymux {
+
+struct Error : std::runtime_error {
+  Error(const char* python_type, const std::string& what) : std::runtime_error(what), type(python_type) {}
+  const char* type;         // a name in pymux/errors.py
+  std::uint64_t need = 0;   // bytes, where figures belong to the error
+  std::uint64_t limit = 0;  // bytes
+};
+
+struct CudaError : Error {
+  CudaError(CUresult code, const char* call, const std::string& detail);
+  CUresult code;
+  std::string call;
+  // The context is lost for good (illegal address, launch failure, ...): no call may be retried.
+  bool sticky() const;
+};
+
+// Throws CudaError, or DeviceOutOfMemory when the driver said so.
+void check(CUresult code, const char* call, const std::string& detail = "");
+
+std::string hex(std::uint64_t v);
+
+}  // namespace pymux

@@ -1,0 +1,165 @@
+#include "vmm.h"
+
+#include <unistd.h>
+
+#include <cstring>
+
+#include "error.h"
+
+namespace pymux {
+namespace {
+const Driver& cu() { return *Driver::loaded(); }
+
+int attribute(CUdevice_attribute a, CUdevice dev) {
+  int v = 0;
+  check(cu().cuDeviceGetAttribute(&v, a, dev), "cuDeviceGetAttribute");
+  return v;
+}
+}  // namespace
+
+Fd::~Fd() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+Device::Device(int ordinal) : ordinal_(ordinal) {
+  CUdevice dev = 0;
+  int count = 0;
+  check(cu().cuDeviceGetCount(&count), "cuDeviceGetCount");
+  if (ordinal < 0 || ordinal >= count)
+    throw Error("DriverError", "there is no device " + std::to_string(ordinal) + ": " + cu().path + " has " +
+                                   std::to_string(count) + " (0 to " + std::to_string(count - 1) + ").");
+  check(cu().cuDeviceGet(&dev, ordinal), "cuDeviceGet");
+  char text[256] = {};
+  check(cu().cuDeviceGetName(text, sizeof text - 1, dev), "cuDeviceGetName");
+  name_ = text;
+  CUuuid id{};
+  check(cu().cuDeviceGetUuid(&id, dev), "cuDeviceGetUuid");
+  std::memcpy(uuid_, id.bytes, sizeof uuid_);
+  check(cu().cuDeviceTotalMem(&total_, dev), "cuDeviceTotalMem");
+  if (!attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, dev))
+    throw Error("DriverError", name_ + " has no virtual memory management, which pymux needs.");
+  can_export_ = attribute(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, dev) != 0;
+  host_addressable_ = attribute(CU_DEVICE_ATTRIBUTE_DIRECT_MANAGED_MEM_ACCESS_FROM_HOST, dev) != 0;
+  CUmemAllocationProp p = prop();
+  check(cu().cuMemGetAllocationGranularity(&granularity_, &p, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+        "cuMemGetAllocationGranularity");
+  check(cu().cuDevicePrimaryCtxRetain(&context_, dev), "cuDevicePrimaryCtxRetain");
+}
+
+Device::~Device() {
+  if (context_) cu().cuDevicePrimaryCtxRelease(ordinal_);
+}
+
+CUmemAllocationProp Device::prop() const {
+  CUmemAllocationProp p{};
+  p.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  p.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  p.location.id = ordinal_;
+  if (can_export_) p.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  return p;
+}
+
+void Device::make_current() const { check(cu().cuCtxSetCurrent(context_), "cuCtxSetCurrent"); }
+
+void Device::synchronize() const {
+  check(cu().cuCtxPushCurrent(context_), "cuCtxPushCurrent");
+  CUresult r = cu().cuCtxSynchronize();
+  CUcontext popped = nullptr;
+  cu().cuCtxPopCurrent(&popped);
+  check(r, "cuCtxSynchronize", "work submitted before the end of the phase failed");
+}
+
+Page Page::create(const Device& device, std::size_t size, bool exportable) {
+  CUmemAllocationProp p = device.prop();
+  if (!exportable) p.requestedHandleTypes = CU_MEM_HANDLE_TYPE_NONE;
+  CUmemGenericAllocationHandle h = 0;
+  check(cu().cuMemCreate(&h, size, &p, 0), "cuMemCreate", std::to_string(size) + " bytes");
+  return Page(h);
+}
+
+Page Page::import(const Fd& fd) {
+  CUmemGenericAllocationHandle h = 0;
+  check(cu().cuMemImportFromShareableHandle(&h, reinterpret_cast<void*>(static_cast<std::intptr_t>(fd.get())),
+                                            CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+        "cuMemImportFromShareableHandle");
+  return Page(h);
+}
+
+Page::~Page() {
+  if (handle_) cu().cuMemRelease(handle_);
+}
+
+Fd Page::export_fd() const {
+  int fd = -1;
+  check(cu().cuMemExportToShareableHandle(&fd, handle_, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
+        "cuMemExportToShareableHandle");
+  return Fd(fd);
+}
+
+void Page::release() {
+  check(cu().cuMemRelease(handle_), "cuMemRelease");
+  handle_ = 0;
+}
+
+Reservation::Reservation(std::size_t size, std::size_t alignment) : size_(size) {
+  check(cu().cuMemAddressReserve(&base_, size, alignment, 0, 0), "cuMemAddressReserve",
+        std::to_string(size) + " bytes of addresses");
+}
+
+Reservation::~Reservation() {
+  if (base_) cu().cuMemAddressFree(base_, size_);
+}
+
+Mapping::Mapping(CUdeviceptr at, std::size_t size, const Page& page) : size_(size) {
+  check(cu().cuMemMap(at, size, 0, page.get(), 0), "cuMemMap", std::to_string(size) + " bytes at " + hex(at));
+  at_ = at;
+}
+
+Mapping::~Mapping() {
+  if (at_) cu().cuMemUnmap(at_, size_);
+}
+
+void Mapping::unmap() {
+  check(cu().cuMemUnmap(at_, size_), "cuMemUnmap", std::to_string(size_) + " bytes at " + hex(at_));
+  at_ = 0;
+}
+
+void set_access(const Device& device, CUdeviceptr at, std::size_t size) {
+  CUmemAccessDesc d{};
+  d.location = device.prop().location;
+  d.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  check(cu().cuMemSetAccess(at, size, &d, 1), "cuMemSetAccess", std::to_string(size) + " bytes at " + hex(at));
+}
+
+Stream::Stream(Priority priority) {
+  int least = 0, greatest = 0;
+  check(cu().cuCtxGetStreamPriorityRange(&least, &greatest), "cuCtxGetStreamPriorityRange");
+  check(cu().cuStreamCreateWithPriority(&stream_, CU_STREAM_NON_BLOCKING,
+                                        priority == Priority::lowest ? least : greatest),
+        "cuStreamCreateWithPriority");
+}
+
+Stream::~Stream() {
+  if (stream_) cu().cuStreamDestroy(stream_);
+}
+
+void Stream::synchronize() const { check(cu().cuStreamSynchronize(stream_), "cuStreamSynchronize"); }
+
+Event::Event() { check(cu().cuEventCreate(&event_, CU_EVENT_DISABLE_TIMING), "cuEventCreate"); }
+
+Event::~Event() {
+  if (event_) cu().cuEventDestroy(event_);
+}
+
+void Event::record(const Stream& stream) { check(cu().cuEventRecord(event_, stream.get()), "cuEventRecord"); }
+
+bool Event::done() const {
+  CUresult r = cu().cuEventQuery(event_);
+  if (r == CUDA_ERROR_NOT_READY) return false;
+  check(r, "cuEventQuery");
+  return true;
+}
+
+void Event::synchronize() const { check(cu().cuEventSynchronize(event_), "cuEventSynchronize"); }
+
+}  // namespace pymux

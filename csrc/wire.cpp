@@ -1,0 +1,96 @@
+#include "wire.h"
+
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+
+namespace pymux::wire {
+namespace {
+[[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
+}  // namespace
+
+std::vector<Layout> layout() {
+  return {
+      {"hello", kHello, sizeof(Hello)},       {"acquire", kAcquire, sizeof(Acquire)},
+      {"release", kRelease, sizeof(Release)}, {"ready", kReady, sizeof(Ready)},
+      {"want", kWant, sizeof(Want)},          {"pages", kPages, sizeof(Pages)},
+      {"cancel", kCancel, sizeof(Cancel)},    {"status", kStatus, sizeof(Status)},
+      {"welcome", kWelcome, sizeof(Welcome)}, {"error", kError, sizeof(ErrorText)},
+      {"grant", kGrant, sizeof(Grant)},       {"recall", kRecall, sizeof(Recall)},
+      {"take", kTake, sizeof(Take)},          {"give", kGive, sizeof(Give)},
+      {"deny", kDeny, sizeof(Deny)},
+  };
+}
+
+void put_text(char* field, std::size_t size, const std::string& text) {
+  std::memset(field, 0, size);
+  std::memcpy(field, text.data(), std::min(text.size(), size - 1));
+}
+
+std::string get_text(const char* field, std::size_t size) { return std::string(field, strnlen(field, size)); }
+
+Socket Socket::connect(const std::string& path) {
+  sockaddr_un a{};
+  a.sun_family = AF_UNIX;
+  if (path.size() >= sizeof a.sun_path) {
+    errno = ENAMETOOLONG;
+    fail(path.c_str());
+  }
+  std::memcpy(a.sun_path, path.c_str(), path.size());
+  Fd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  if (!fd) fail("socket");
+  if (::connect(fd.get(), reinterpret_cast<sockaddr*>(&a), sizeof a) != 0) fail("connect");
+  return Socket(std::move(fd));
+}
+
+void Socket::send(const void* data, std::size_t size, const std::vector<Fd>& fds) const {
+  iovec v{const_cast<void*>(data), size};
+  msghdr m{};
+  m.msg_iov = &v;
+  m.msg_iovlen = 1;
+  alignas(cmsghdr) char control[CMSG_SPACE(kMaxFds * sizeof(int))];
+  if (!fds.empty()) {
+    std::memset(control, 0, sizeof control);
+    m.msg_control = control;
+    m.msg_controllen = CMSG_SPACE(fds.size() * sizeof(int));
+    cmsghdr* c = CMSG_FIRSTHDR(&m);
+    c->cmsg_level = SOL_SOCKET;
+    c->cmsg_type = SCM_RIGHTS;
+    c->cmsg_len = CMSG_LEN(fds.size() * sizeof(int));
+    int* out = reinterpret_cast<int*>(CMSG_DATA(c));
+    for (std::size_t i = 0; i < fds.size(); ++i) out[i] = fds[i].get();
+  }
+  while (::sendmsg(fd_.get(), &m, MSG_NOSIGNAL) < 0)
+    if (errno != EINTR) fail("send to the broker");
+}
+
+std::vector<char> Socket::receive(bool wait, std::vector<Fd>* fds) const {
+  // One buffer a thread: messages are small, and this runs for each.
+  thread_local std::vector<char> buffer(kMaxMessage);
+  iovec v{buffer.data(), buffer.size()};
+  alignas(cmsghdr) char control[CMSG_SPACE(kMaxFds * sizeof(int))];
+  msghdr m{};
+  m.msg_iov = &v;
+  m.msg_iovlen = 1;
+  m.msg_control = control;
+  m.msg_controllen = sizeof control;
+  ssize_t n = 0;
+  while ((n = ::recvmsg(fd_.get(), &m, MSG_CMSG_CLOEXEC | (wait ? 0 : MSG_DONTWAIT))) < 0)
+    if (errno != EINTR) fail("receive from the broker");
+  for (cmsghdr* c = CMSG_FIRSTHDR(&m); c; c = CMSG_NXTHDR(&m, c)) {
+    if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
+    const std::size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    const int* got = reinterpret_cast<const int*>(CMSG_DATA(c));
+    for (std::size_t i = 0; i < count; ++i) {
+      Fd fd(got[i]);
+      if (fds) fds->push_back(std::move(fd));
+    }
+  }
+  return {buffer.begin(), buffer.begin() + n};
+}
+
+}  // namespace pymux::wire

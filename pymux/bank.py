@@ -1,0 +1,146 @@
+"""The page bank of one device: who holds how many pages, and whose to take next. Pure.
+
+Invariants: the pages that clients hold and the free ones add up to the budget (free is negative
+while a shrunken budget is being recovered); a page is counted for one client; nothing is taken
+from a holder but what it can do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pymux.events import Counts, Give, Take
+
+
+@dataclass(slots=True)
+class Account:
+    """What the bank knows of one client, in pages."""
+
+    held: int = 0
+    taking: int = 0  # asked back, not yet returned
+    want: int = 0  # what it must hold for what it waits for
+    own: int = 0  # held, and not needed by its own phase
+    counts: Counts = field(default_factory=Counts)
+    used_at: float = 0.0  # when its last phase ended
+    unwilling: bool = False  # could not give what was asked, since its last phase
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """A client whose want is to be met, and whom it must not take from.
+
+    ``spared`` are never touched; ``last`` only when nothing else is left.
+    """
+
+    client: int
+    spared: frozenset[int]
+    last: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What to do now, and which claims nothing can meet at present."""
+
+    actions: list[Give | Take]
+    short: list[int]
+
+
+class Bank:
+    """Counts the pages of a device."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.accounts: dict[int, Account] = {}
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return self.budget - sum(a.held for a in self.accounts.values())
+
+    def open(self, client: int, held: int, counts: Counts) -> None:
+        """Count a client in, with what it brings."""
+        self.accounts[client] = Account(held=held, counts=counts)
+
+    def close(self, client: int) -> None:
+        """Count a client out; what it held is free."""
+        del self.accounts[client]
+
+    def returned(self, client: int, count: int, missing: int) -> None:
+        """Book pages that a client gave back, and those it could not give."""
+        account = self.accounts[client]
+        account.held -= min(count, account.held)
+        account.taking = max(0, account.taking - count - missing)
+        account.unwilling = account.unwilling or missing > 0
+
+    def plan(self, claims: Sequence[Claim]) -> Plan:
+        """Give free pages to the claims in order, and take what they lack.
+
+        Taken are as few pages as the claims lack: discardable before clean before dirty, of the
+        client that has not run for longest; last the claimant's own unneeded ones.
+
+        Args:
+            claims: in the order of their urgency.
+        """
+        actions: list[Give | Take] = []
+        short: list[int] = []
+        incoming = sum(a.taking for a in self.accounts.values())
+        for claim in claims:
+            account = self.accounts[claim.client]
+            lacking = account.want - account.held
+            if lacking <= 0:
+                continue
+            give = min(lacking, max(self.free, 0))
+            if give:
+                account.held += give
+                lacking -= give
+                actions.append(Give(client=claim.client, count=give))
+            coming = min(lacking, incoming)
+            incoming -= coming
+            lacking -= coming
+            for victim, count in self._victims(claim, lacking):
+                self.accounts[victim].taking += count
+                lacking -= count
+                actions.append(Take(client=victim, count=count))
+            if lacking and not coming and not any(a.taking for a in self.accounts.values()):
+                short.append(claim.client)
+        return Plan(actions=actions, short=short)
+
+    def _victims(self, claim: Claim, lacking: int) -> Iterator[tuple[int, int]]:
+        taken: dict[int, int] = {}
+
+        def offers(clients: list[int]) -> Iterator[tuple[int, int]]:
+            for kind in range(3):
+                for client in clients:
+                    yield client, self._offer(client, kind, taken.get(client, 0))
+
+        others = [
+            c
+            for c in sorted(self.accounts, key=lambda c: (self.accounts[c].used_at, c))
+            if c != claim.client and c not in claim.spared and not self.accounts[c].unwilling
+        ]
+        first = [c for c in others if c not in claim.last]
+        last = [c for c in others if c in claim.last]
+        for source in (first, last):
+            for client, offer in offers(source):
+                count = min(offer, lacking)
+                if count > 0:
+                    taken[client] = taken.get(client, 0) + count
+                    lacking -= count
+        own = self.accounts[claim.client]
+        count = min(own.own - own.taking, lacking)
+        if count > 0 and not own.unwilling:
+            taken[claim.client] = count
+        yield from taken.items()
+
+    def _offer(self, client: int, kind: int, taken: int) -> int:
+        """Pages of one kind that the client still has to give; kinds go in their order."""
+        account = self.accounts[client]
+        gone = account.taking + taken
+        counts = account.counts
+        # Pages given since the client last counted are taken for dirty.
+        dirty = max(counts.dirty, account.held - counts.discardable - counts.clean)
+        kinds = (counts.discardable, counts.clean, dirty)
+        before = sum(kinds[:kind])
+        left = before + kinds[kind] - max(gone, before)
+        return max(0, min(left, kinds[kind], account.held - gone))

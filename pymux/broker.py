@@ -1,0 +1,466 @@
+"""The node's broker: sockets, page descriptors and timers around the sans-IO scheduler.
+
+It moves no bytes and opens no CUDA context. One process a node; it can be killed at any moment,
+since clients keep their pages and tell the next broker what they hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import struct
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pymux import wire
+from pymux.errors import NotAllowed, ProtocolError, PymuxError
+from pymux.events import (
+    Acquire,
+    Action,
+    Budget,
+    Cancel,
+    Counts,
+    Deny,
+    Event,
+    Give,
+    Grant,
+    Joined,
+    Left,
+    Ready,
+    Recall,
+    Release,
+    Returned,
+    Take,
+    Tick,
+    Want,
+)
+from pymux.nvml import Nvml
+from pymux.policy import Fifo
+from pymux.scheduler import Scheduler
+
+log = logging.getLogger("pymux.broker")
+
+RECOVERY_SECONDS = 1.0  # clients of a dead broker reconnect within milliseconds
+BUDGET_SECONDS = 2.0  # how often NVML is asked
+CONTEXT_HEADROOM = 0.10  # of a device whose contexts cost memory: room for activations
+MAX_OUTBOX = 4096  # messages to a client that does not read
+
+
+@dataclass(slots=True)
+class Peer:
+    """One connection."""
+
+    sock: socket.socket
+    id: int
+    pid: int
+    job: str = ""
+    name: str = ""
+    device: str = ""
+    observer: bool = False
+    joined: bool = False
+    outbox: deque[tuple[bytes, list[int]]] = field(default_factory=deque)
+
+    def __str__(self) -> str:
+        return f"{self.job or '?'}/{self.name or '?'} (pid {self.pid})"
+
+
+@dataclass(slots=True)
+class Device:
+    """A device, and the page descriptors that nobody holds."""
+
+    page_size: int
+    fds: list[int] = field(default_factory=list)
+
+
+def _counts(m: dict[str, Any]) -> Counts:
+    return Counts(resident=m["resident"], discardable=m["discardable"], clean=m["clean"], dirty=m["dirty"])
+
+
+class AlreadyRunning(PymuxError):
+    """Another broker has this node."""
+
+
+class Broker:
+    """Serves one runtime directory.
+
+    Args:
+        runtime_dir: where socket and lock are; created 0700.
+        nvml: where device memory is read.
+        linger: seconds without clients after which it ends; None: never.
+
+    Raises:
+        AlreadyRunning: another broker holds the lock.
+        NotAllowed: the directory is not this user's alone.
+    """
+
+    def __init__(self, runtime_dir: Path, nvml: Nvml, *, linger: float | None = 30.0) -> None:
+        self._dir = runtime_dir
+        self._nvml = nvml
+        self._linger = linger
+        _private_directory(runtime_dir)
+        self._lock = os.open(runtime_dir / "broker.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise AlreadyRunning(f"a broker already serves {runtime_dir}") from None
+        os.ftruncate(self._lock, 0)
+        os.write(self._lock, str(os.getpid()).encode())
+        self._path = runtime_dir / "broker.sock"
+        # A socket file without a broker means that one died: its clients are about to come back.
+        orphaned = self._path.exists()
+        self._path.unlink(missing_ok=True)
+        now = time.monotonic()
+        self._scheduler = Scheduler(Fifo(), frozen_until=now + RECOVERY_SECONDS if orphaned else 0.0)
+        if orphaned:
+            log.info("taking over from a broker that died; waiting %.1f s for its clients", RECOVERY_SECONDS)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._listener.bind(str(self._path))
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._selector.register(self._wake_r, selectors.EVENT_READ)
+        self._peers: dict[int, Peer] = {}
+        self._devices: dict[str, Device] = {}
+        self._next_id = 1
+        self._idle_since = now
+        self._budget_at = now
+        self._stopping = False
+
+    # ---- the loop ------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End run() soon; from any thread or a signal handler."""
+        self._stopping = True
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_w, b"x")
+
+    def run(self) -> None:
+        """Serve until stopped, or until nobody has been connected for `linger` seconds."""
+        try:
+            while not self._stopping:
+                for key, mask in self._selector.select(self._timeout()):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.fd == self._wake_r:
+                        with contextlib.suppress(BlockingIOError):
+                            os.read(self._wake_r, 4096)
+                    else:
+                        peer = self._peers.get(key.data)
+                        if peer and mask & selectors.EVENT_WRITE:
+                            self._flush(peer)
+                        if peer and mask & selectors.EVENT_READ:
+                            self._read(peer)
+                self._timers()
+        finally:
+            self._close()
+
+    def _timeout(self) -> float | None:
+        now = time.monotonic()
+        due = [t for t in (self._scheduler.next_deadline(now),) if t is not None]
+        if self._devices:
+            due.append(self._budget_at + BUDGET_SECONDS)
+        if self._linger is not None and not self._clients():
+            due.append(self._idle_since + self._linger)
+        return max(0.0, min(due) - now) if due else None
+
+    def _clients(self) -> int:
+        return sum(p.joined for p in self._peers.values())
+
+    def _timers(self) -> None:
+        now = time.monotonic()
+        frozen = self._scheduler.frozen_until
+        if frozen and now >= frozen:
+            self._scheduler.frozen_until = 0.0
+            self._handle(Tick(), now)
+        if now >= self._budget_at + BUDGET_SECONDS:
+            self._budget_at = now
+            for name in self._devices:
+                self._handle(Budget(device=name, pages=self._budget(name)), now)
+        if self._linger is not None and not self._clients() and now - self._idle_since >= self._linger:
+            log.info("no clients for %.0f s: leaving", self._linger)
+            self._stopping = True
+
+    def _close(self) -> None:
+        for peer in list(self._peers.values()):
+            peer.sock.close()
+        for device in self._devices.values():
+            for fd in device.fds:
+                os.close(fd)
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+        self._selector.close()
+        os.close(self._wake_r)
+        os.close(self._wake_w)
+        os.close(self._lock)
+
+    # ---- connections ---------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as e:
+            log.warning("cannot accept a connection: %s", e)
+            return
+        pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        sock.setblocking(False)
+        peer = Peer(sock=sock, id=self._next_id, pid=pid)
+        self._next_id += 1
+        self._peers[peer.id] = peer
+        self._selector.register(sock, selectors.EVENT_READ, peer.id)
+        if uid not in {os.getuid(), 0}:
+            self._reject(peer, NotAllowed("this broker serves another user. Set PYMUX_RUNTIME_DIR to your own."))
+
+    def _read(self, peer: Peer) -> None:
+        for _ in range(64):  # then the others get a turn
+            try:
+                packet, fds, flags, _ = socket.recv_fds(peer.sock, wire.MAX_MESSAGE, wire.MAX_FDS, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet, fds, flags = b"", [], 0
+            if not packet and not fds:
+                self._drop(peer)
+                return
+            try:
+                if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                    raise ProtocolError("an oversized message")
+                self._message(peer, packet, fds)
+            except PymuxError as e:
+                self._reject(peer, e)
+                return
+            finally:
+                for fd in fds:
+                    os.close(fd)
+            if peer.id not in self._peers:
+                return
+
+    def _reject(self, peer: Peer, error: PymuxError) -> None:
+        log.warning("%s: %s: %s", peer, type(error).__name__, error)
+        code = wire.ERROR_CODES.get(type(error).__name__, wire.ERROR_CODES["ProtocolError"])
+        self._send(peer, wire.encode("error", code=code, text=str(error)))
+        self._drop(peer)
+
+    def _drop(self, peer: Peer) -> None:
+        if self._peers.pop(peer.id, None) is None:
+            return
+        self._selector.unregister(peer.sock)
+        peer.sock.close()
+        for _, fds in peer.outbox:
+            self._devices[peer.device].fds += fds
+        if peer.joined:
+            log.info("%s left", peer)
+            now = time.monotonic()
+            self._idle_since = now
+            self._handle(Left(client=peer.id), now)
+
+    # ---- messages ------------------------------------------------------------------------------
+
+    def _message(self, peer: Peer, packet: bytes, fds: list[int]) -> None:
+        name, m = wire.decode(packet)
+        now = time.monotonic()
+        if name == "hello":
+            self._hello(peer, m, now)
+            return
+        if name == "status" and (peer.observer or peer.joined):
+            self._send(peer, wire.encode_status_reply(json.dumps(self._describe(now))))
+            return
+        if not peer.joined:
+            raise ProtocolError(f"message {name} before hello")
+        event: Event
+        match name:
+            case "acquire":
+                event = Acquire(
+                    client=peer.id,
+                    seq=m["seq"],
+                    phase=m["phase"],
+                    want=m["want"],
+                    own=m["own"],
+                    expected=m["expected_us"] / 1e6,
+                    counts=_counts(m),
+                )
+            case "release":
+                event = Release(client=peer.id, generation=m["generation"], counts=_counts(m))
+            case "ready":
+                event = Ready(client=peer.id, generation=m["generation"])
+            case "want":
+                event = Want(client=peer.id, seq=m["seq"], want=m["want"], own=m["own"], counts=_counts(m))
+            case "cancel":
+                event = Cancel(client=peer.id, seq=m["seq"])
+            case "pages":
+                if len(fds) > m["count"]:
+                    raise ProtocolError(f"{len(fds)} descriptors for {m['count']} pages")
+                self._devices[peer.device].fds += fds
+                fds.clear()
+                event = Returned(
+                    client=peer.id, count=m["count"], missing=m["missing"], want=m["want"], counts=_counts(m)
+                )
+            case _:
+                raise ProtocolError(f"message {name} is not for the broker")
+        self._handle(event, now)
+
+    def _hello(self, peer: Peer, m: dict[str, Any], now: float) -> None:
+        if peer.joined or peer.observer:
+            raise ProtocolError("a second hello")
+        if m["flags"] & wire.OBSERVER:
+            peer.observer = True
+            self._send(peer, wire.encode("welcome", version=wire.VERSION, client=peer.id))
+            return
+        if not m["job"] or not m["client"] or not m["page_size"] or m["rank"] >= m["world"]:
+            raise ProtocolError("a hello without job, name or page size, or with rank >= world")
+        peer.job, peer.name, peer.device = m["job"], m["client"], wire.device_name(m["uuid"])
+        self._add_device(peer.device, m["page_size"])
+        self._handle(
+            Joined(
+                client=peer.id,
+                job=peer.job,
+                name=peer.name,
+                group=m["group"],
+                device=peer.device,
+                page_size=m["page_size"],
+                rank=m["rank"],
+                world=m["world"],
+                held=m["held"],
+                lease_generation=m["lease_generation"],
+                counts=_counts(m),
+            ),
+            now,
+        )
+        peer.joined = True
+        log.info("%s joined with %d pages", peer, m["held"])
+        budget = self._scheduler.banks[peer.device].budget
+        self._send(peer, wire.encode("welcome", version=wire.VERSION, client=peer.id, budget=budget))
+
+    def _handle(self, event: Event | Budget | Tick, now: float) -> None:
+        """Let the scheduler decide, then do what it says."""
+        for action in self._scheduler.handle(event, now):
+            self._do(action)
+        for name in {action_device for action_device in self._devices if self._devices[action_device].fds}:
+            self._trim(name)
+
+    def _do(self, action: Action) -> None:
+        peer = self._peers.get(action.client)
+        if peer is None:
+            return
+        match action:
+            case Grant(seq=seq, generation=generation):
+                self._send(peer, wire.encode("grant", seq=seq, generation=generation))
+            case Recall(generation=generation):
+                self._send(peer, wire.encode("recall", generation=generation))
+            case Take(count=count):
+                self._send(peer, wire.encode("take", count=count))
+            case Give(count=count):
+                pool = self._devices[peer.device].fds
+                while count > 0:
+                    part = min(count, wire.MAX_FDS)
+                    fds = [pool.pop() for _ in range(min(part, len(pool)))]
+                    self._send(peer, wire.encode("give", count=part), fds)
+                    count -= part
+            case Deny():
+                code = wire.ERROR_CODES["CapacityError" if action.capacity else "DeviceOutOfMemory"]
+                self._send(
+                    peer,
+                    wire.encode(
+                        "deny", seq=action.seq, need=action.need, budget=action.budget, code=code, text=action.text
+                    ),
+                )
+                log.warning("%s: %s", peer, action.text)
+            case _:
+                raise AssertionError(action)
+
+    def _send(self, peer: Peer, packet: bytes, fds: list[int] | None = None) -> None:
+        peer.outbox.append((packet, fds or []))
+        self._flush(peer)
+
+    def _flush(self, peer: Peer) -> None:
+        if peer.id not in self._peers:
+            return
+        while peer.outbox:
+            packet, fds = peer.outbox[0]
+            try:
+                socket.send_fds(peer.sock, [packet], fds, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                if len(peer.outbox) > MAX_OUTBOX:
+                    log.warning("%s does not read its messages: dropped", peer)
+                    self._drop(peer)
+                    return
+                break
+            except OSError:
+                return  # reading sees the end and drops it, with what is in the outbox
+            for fd in fds:
+                os.close(fd)
+            peer.outbox.popleft()
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
+        if self._selector.get_key(peer.sock).events != events:
+            self._selector.modify(peer.sock, events, peer.id)
+
+    # ---- devices -------------------------------------------------------------------------------
+
+    def _add_device(self, name: str, page_size: int) -> None:
+        if name in self._devices:
+            return
+        self._nvml.memory(name)
+        self._devices[name] = Device(page_size=page_size)
+        self._scheduler.add_device(name, page_size, self._budget(name))
+
+    def _budget(self, name: str) -> int:
+        """Pages for clients: all memory but what NVML says that others use."""
+        memory = self._nvml.memory(name)
+        device = self._devices[name]
+        managed = len(device.fds)
+        if name in self._scheduler.banks:
+            managed += sum(a.held for a in self._scheduler.banks[name].accounts.values())
+        others = max(0, memory.used - managed * device.page_size)
+        if others:
+            others = max(others, int(memory.total * CONTEXT_HEADROOM))
+        return (memory.total - others) // device.page_size
+
+    def _trim(self, name: str) -> None:
+        """Close descriptors that the budget has no room for, so that others can use the memory."""
+        device, bank = self._devices[name], self._scheduler.banks[name]
+        while len(device.fds) > max(bank.free, 0):
+            os.close(device.fds.pop())
+
+    def _describe(self, now: float) -> dict[str, Any]:
+        out = self._scheduler.describe(now)
+        out["pid"] = os.getpid()
+        for device in out["devices"]:
+            device["free_descriptors"] = len(self._devices[device["uuid"]].fds)
+        pids = {(p.job, p.name): p.pid for p in self._peers.values() if p.joined}
+        for client in out["clients"]:
+            client["pid"] = pids.get((client["job"], client["name"]))
+        return out
+
+
+def _private_directory(path: Path) -> None:
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = path.stat()
+    if info.st_uid != os.getuid():
+        raise NotAllowed(f"{path} belongs to another user. Set PYMUX_RUNTIME_DIR to a directory of your own.")
+    if info.st_mode & 0o077:
+        raise NotAllowed(f"{path} is open to others. Run 'chmod 700 {path}', or set PYMUX_RUNTIME_DIR.")
+
+
+def serve(runtime_dir: Path, driver_path: str, *, linger: float | None) -> None:
+    """Run a broker in this process until it is told to stop.
+
+    Raises:
+        AlreadyRunning: another broker serves the directory.
+        DriverError: NVML is missing.
+        NotAllowed: the directory is not this user's alone.
+    """
+    broker = Broker(runtime_dir, Nvml(driver_path), linger=linger)
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sig, lambda *_: broker.stop())
+    broker.run()

@@ -1,0 +1,170 @@
+"""The ``pymux`` command."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pymux import config
+from pymux.errors import BrokerLost, ProtocolError, PymuxError
+
+
+class _Group(click.Group):
+    """Shows pymux's own errors as one line."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PymuxError as e:
+            raise click.ClickException(f"{type(e).__name__}: {e}") from e
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="pymux-cuda", prog_name="pymux")
+def main() -> None:
+    """Share a GPU between reinforcement-learning jobs."""
+
+
+@main.command()
+@click.option("--linger", type=float, default=30.0, show_default=True, help="Seconds without clients before it ends; 0: never.")
+@click.option("--background", is_flag=True, help="Return at once and serve in the background, logging to a file.")
+@click.option("--driver", default=None, help="Path of the driver library whose NVML to ask.")
+@click.option("--stop", is_flag=True, help="Stop the broker that runs.")
+@click.option("-v", "--verbose", is_flag=True, help="Log who comes and goes.")
+def broker(*, linger: float, background: bool, driver: str | None, stop: bool, verbose: bool) -> None:
+    """Run this node's broker. Jobs start one by themselves when none runs."""
+    from pymux import _core
+    from pymux.broker import AlreadyRunning, serve
+
+    settings = config.load()
+    if stop:
+        pid = _request_status(settings.socket)["pid"]
+        os.kill(pid, signal.SIGTERM)
+        click.echo(f"told broker {pid} to stop")
+        return
+    if background:
+        if os.fork():
+            os._exit(0)  # the starter waits for this process; the broker goes on in the child
+        settings.runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handler: logging.Handler = logging.FileHandler(settings.runtime_dir / "broker.log")
+    else:
+        handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    logging.getLogger("pymux").addHandler(handler)
+    logging.getLogger("pymux").setLevel(logging.INFO if verbose or background else logging.WARNING)
+    try:
+        serve(settings.runtime_dir, driver or _core.load_driver(settings.driver), linger=linger or None)
+    except AlreadyRunning:
+        if not background:
+            raise
+    except Exception:
+        logging.getLogger("pymux.broker").exception("the broker ends")
+        raise
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print plain data.")
+def status(*, as_json: bool) -> None:
+    """Show devices, leases, the queue, and pages by client."""
+    import json
+
+    data = _request_status(config.load().socket)
+    if as_json:
+        click.echo(json.dumps(data, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for d in data["devices"]:
+        mib = d["page_size"] / 2**20
+        lease = d["lease"]
+        holder = (
+            f"{lease['job']} in {lease['phase'] or '?'} ({lease['state']}, {lease['seconds']:.1f} s)" if lease else "nobody"
+        )
+        console.print(f"[bold]{d['uuid']}[/bold]  {d['budget_pages'] * mib:.0f} MiB for regions, "
+                      f"{d['free_pages'] * mib:.0f} free  held by {holder}")  # fmt: skip
+        table = Table("job", "process", "pid", "MiB", "wants", "discardable", "clean", "dirty")
+        for c in data["clients"]:
+            if c["device"] == d["uuid"]:
+                cells = (c[k] * mib for k in ("pages_held", "pages_wanted", "discardable", "clean", "dirty"))
+                table.add_row(c["job"], c["name"], str(c["pid"]), *(f"{x:.0f}" for x in cells))
+        console.print(table)
+    for i, r in enumerate(data["queue"], 1):
+        console.print(f"{i}. {r['job']} waits for {r['phase']}, {r['seconds']:.1f} s")
+    if not data["devices"]:
+        console.print(f"broker {data['pid']}: no devices yet")
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print plain data.")
+def doctor(*, as_json: bool) -> None:
+    """Check driver, devices and host, and say how to mend what is wrong."""
+    import json
+
+    from pymux.doctor import examine
+
+    findings = examine()
+    if as_json:
+        click.echo(json.dumps([f.as_dict() for f in findings], indent=2))
+    else:
+        for f in findings:
+            click.echo(f"{'ok  ' if f.ok else 'BAD '} {f.what}: {f.found}")
+            if f.remedy:
+                click.echo(f"      {f.remedy}")
+    if not all(f.ok for f in findings):
+        sys.exit(1)
+
+
+@main.command()
+@click.option("--jobs", type=click.IntRange(1, 8), default=3, show_default=True, help="How many jobs share the device.")
+@click.option("--steps", type=click.IntRange(1), default=None, help="Training steps of each job.")
+@click.option("--capacity", default=None, help="Memory of the simulated device, such as 416M.")
+@click.option("--device", type=int, default=0, show_default=True, help="Ordinal of the device.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), default=None, help="Also write report.json here.")
+@click.option("--output", type=click.Path(file_okay=False, path_type=Path), default=Path("pymux-demo"), show_default=True)
+def demo(*, jobs: int, steps: int | None, capacity: str | None, device: int, json_path: Path | None, output: Path) -> None:
+    """Run real GRPO jobs one after the other, with snapshots, and with pymux; compare."""
+    try:
+        from pymux.demo.run import run
+    except ImportError as e:
+        raise click.ClickException(f"the demo needs torch and matplotlib: pip install 'pymux-cuda[torch,plot]' ({e})") from e
+    ok = run(jobs=jobs, steps=steps, capacity=capacity, device=device, json_path=json_path, output=output)
+    if not ok:
+        sys.exit(1)
+
+
+def _request_status(path: Path) -> dict[str, Any]:
+    """Ask the broker how things are.
+
+    Raises:
+        BrokerLost: none answers.
+    """
+    import json
+
+    from pymux import wire
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(5)
+        try:
+            sock.connect(str(path))
+            sock.send(wire.encode("hello", version=wire.VERSION, pid=os.getpid(), flags=wire.OBSERVER))
+            name, m = wire.decode(sock.recv(wire.MAX_MESSAGE))
+            if name != "welcome":
+                raise ProtocolError(m.get("text", f"the broker answered with {name}"))
+            sock.send(wire.encode("status"))
+            data: dict[str, Any] = json.loads(wire.decode_status_reply(sock.recv(wire.MAX_MESSAGE)))
+        except OSError as e:
+            raise BrokerLost(f"no broker answers at {path} ({e}). It starts with the first job's connect().") from e
+    return data
+
+
+if __name__ == "__main__":
+    main()

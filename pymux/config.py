@@ -1,0 +1,86 @@
+"""Settings from the environment, read here and nowhere else.
+
+The simulated driver reads its own, ``PYMUX_SIM_*``; see the README.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from pymux.errors import ConfigError
+
+_SUFFIXES = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """Return bytes for ``"2M"``, ``"1.5GiB"``, ``"4096"``.
+
+    Raises:
+        ConfigError: the text is not a positive size.
+    """
+    word = text.strip().lower().removesuffix("ib") if text.strip().lower().endswith("ib") else text.strip().lower()
+    number = word.rstrip("bkmgt")
+    try:
+        value = float(number) * _SUFFIXES[word[len(number) :].removesuffix("b") or ""]
+    except (ValueError, KeyError):
+        raise ConfigError(f"{text!r} is not a size; write bytes or a number with K, M, G or T, such as '512M'.") from None
+    if value <= 0:
+        raise ConfigError(f"{text!r} is not a positive size.")
+    return int(value)
+
+
+def _flag(name: str, default: bool) -> bool:
+    value = os.environ.get(name, "").strip().lower()
+    if value not in {"", "0", "1", "true", "false"}:
+        raise ConfigError(f"{name}={value!r}: use 0 or 1.")
+    return default if not value else value in {"1", "true"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What the environment says.
+
+    Attributes:
+        driver: ``PYMUX_DRIVER``: empty for the machine's driver or else the simulated one,
+            ``"sim"``, or the path of a driver library.
+        runtime_dir: ``PYMUX_RUNTIME_DIR``: where the broker's socket, lock and log are.
+        page_size: ``PYMUX_PAGE_SIZE`` in bytes; 0 lets the device decide.
+        pass_pages: ``PYMUX_PASS_PAGES``: hand physical pages over instead of freeing and creating.
+        check: ``PYMUX_CHECK``: raise RegionNotResident before a tensor is touched without a lease.
+    """
+
+    driver: str
+    runtime_dir: Path
+    page_size: int
+    pass_pages: bool
+    check: bool
+
+    @property
+    def socket(self) -> Path:
+        """The broker's socket."""
+        return self.runtime_dir / "broker.sock"
+
+
+def load() -> Settings:
+    """Read the environment.
+
+    Raises:
+        ConfigError: a variable has no usable value.
+    """
+    base = os.environ.get("PYMUX_RUNTIME_DIR")
+    if base:
+        runtime_dir = Path(base)
+    elif xdg := os.environ.get("XDG_RUNTIME_DIR"):
+        runtime_dir = Path(xdg) / "pymux"
+    else:
+        runtime_dir = Path(f"/tmp/pymux-{os.getuid()}")  # noqa: S108 - 0700, and its owner is checked
+    page_size = os.environ.get("PYMUX_PAGE_SIZE")
+    return Settings(
+        driver=os.environ.get("PYMUX_DRIVER", ""),
+        runtime_dir=runtime_dir,
+        page_size=parse_size(page_size) if page_size else 0,
+        pass_pages=_flag("PYMUX_PASS_PAGES", default=True),
+        check=_flag("PYMUX_CHECK", default=False),
+    )

@@ -1,0 +1,1 @@
+"""Thin adapters to frameworks. They use the public API alone."""

@@ -1,0 +1,261 @@
+"""torch: tensors, modules and optimizers in regions.
+
+On a GPU a region is a ``torch.cuda.MemPool`` over the extension's pluggable allocator. Where host
+code addresses the device's memory directly and torch has no such device, tensors are CPU tensors
+whose storage lies in the region: a function mode moves what torch's factory functions return.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from pymux import _core
+from pymux.errors import DriverError, RegionNotResident
+from pymux.mux import Mux, Region
+
+_FACTORIES = frozenset(
+    {
+        "arange", "as_tensor", "asarray", "bfloat16", "clone", "complex", "contiguous", "cpu", "double",
+        "empty", "empty_like", "empty_permuted", "empty_strided", "eye", "float", "from_numpy", "full",
+        "full_like", "half", "linspace", "logspace", "new_empty", "new_empty_strided", "new_full", "new_ones",
+        "new_tensor", "new_zeros", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn",
+        "randn_like", "randperm", "scalar_tensor", "tensor", "to", "zeros", "zeros_like",
+    }
+)  # fmt: skip
+
+
+class Integration:
+    """torch for one Mux.
+
+    Attributes:
+        device: the torch device of its tensors.
+
+    Raises:
+        DriverError: torch cannot use the Mux's device.
+    """
+
+    def __init__(self, mux: Mux) -> None:
+        self._mux = mux
+        self._pools: dict[str, Any] = {}
+        self._allocator: Any = None
+        self._stepping: contextlib.ExitStack | None = None
+        ordinal = _cuda_ordinal(mux.uuid)
+        if ordinal is not None:
+            self.device = torch.device("cuda", ordinal)
+        elif mux.host_addressable:
+            self.device = torch.device("cpu")
+        else:
+            raise DriverError(
+                f"this torch ({torch.__version__}) does not see the device {mux.ordinal}. Install a CUDA build of "
+                f"torch, check CUDA_VISIBLE_DEVICES, or set PYMUX_DRIVER=sim to try without a GPU."
+            )
+
+    @contextlib.contextmanager
+    def allocating(self, region: Region) -> Iterator[None]:
+        """Put this thread's torch allocations into a region; needs a lease.
+
+        On the CPU form these are what factory functions return; on a GPU all.
+        """
+        if self.device.type == "cpu":
+            with _RegionMode(region):
+                yield
+            return
+        if self._allocator is None:
+            self._allocator = torch.cuda.memory.CUDAPluggableAllocator(
+                _core.__file__, "pymux_torch_malloc", "pymux_torch_free"
+            )
+        pool = self._pools.get(region.name)
+        if pool is None:
+            pool = self._pools[region.name] = torch.cuda.MemPool(self._allocator.allocator())
+        with region.serving_torch_allocator(), torch.cuda.use_mem_pool(pool, device=self.device):
+            yield
+
+    def adopt(self, region: Region, what: Any) -> None:
+        """See Mux.adopt."""
+        if isinstance(what, torch.optim.Optimizer):
+            self._adopt_optimizer(region, what)
+            return
+        if isinstance(what, torch.nn.Module):
+            tensors: list[Any] = [*what.parameters(), *what.buffers()]
+        elif isinstance(what, torch.Tensor):
+            tensors = [what]
+        else:
+            tensors = list(what)
+        wrong = [t for t in tensors if not isinstance(t, torch.Tensor)]
+        if wrong or not tensors:
+            raise TypeError(f"adopt() takes tensors, a module or an optimizer, not {type(wrong[0] if wrong else what)}")
+        elsewhere = [t for t in tensors if t.device.type != self.device.type]
+        if elsewhere:
+            raise TypeError(f"adopt() found a tensor on {elsewhere[0].device}; move it to {self.device} first")
+        self._move(region, tensors)
+
+    def to_host(self, mux: Mux, tensor: torch.Tensor) -> torch.Tensor:
+        """See Mux.to_host."""
+        if tensor.numel() == 0:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        region = mux.region_of(tensor.data_ptr())
+        if region is None:
+            return tensor.detach().to("cpu", copy=True)
+        # The whole span of the view, read as bytes, seen through the tensor's own strides.
+        with torch.utils._python_dispatch._disable_current_modes():  # noqa: SLF001 - no public form
+            span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            raw = torch.empty(span, dtype=tensor.dtype, device="cpu")
+            region.read(tensor.data_ptr(), raw.view(torch.uint8).numpy())
+            return raw.as_strided(tensor.shape, tensor.stride()).clone()
+
+    def before_leave(self) -> None:
+        """Close what a failed optimizer step left open; give cached free blocks back to the driver."""
+        self._end_step()
+
+    # ---- moving tensors ------------------------------------------------------------------------
+
+    def _move(self, region: Region, tensors: Iterable[torch.Tensor]) -> None:
+        """Give tensors storage in the region; those that share storage go on sharing it."""
+        moved: dict[int, torch.UntypedStorage] = {}
+        with region.mux._lease_for(region.name, "adopt"), torch.no_grad():  # noqa: SLF001
+            for t in tensors:
+                old = t.untyped_storage()
+                if old.nbytes() == 0 or region.contains(old.data_ptr()):
+                    continue
+                new = moved.get(old.data_ptr())
+                if new is None:
+                    new = moved[old.data_ptr()] = self._new_storage(region, old.nbytes())
+                    _bytes_of(new).copy_(_bytes_of(old))
+                t.data = _view(t, new)
+
+    def _new_storage(self, region: Region, nbytes: int) -> torch.UntypedStorage:
+        if self.device.type == "cpu":
+            return _cpu_storage(region, nbytes)
+        with self.allocating(region):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
+
+    def _adopt_optimizer(self, region: Region, optimizer: torch.optim.Optimizer) -> None:
+        def state() -> list[torch.Tensor]:
+            return [
+                t
+                for entry in optimizer.state.values()
+                for t in tree_leaves(entry)
+                if isinstance(t, torch.Tensor) and t.device.type == self.device.type
+            ]
+
+        def before(*_: Any) -> None:
+            self._end_step()
+            params = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+            if all(optimizer.state.get(p) for p in params):
+                return
+            stack = contextlib.ExitStack()  # this step creates state: in the region
+            stack.enter_context(region.mux._lease_for(region.name, "optimizer"))  # noqa: SLF001
+            stack.enter_context(self.allocating(region))
+            self._stepping = stack
+
+        def after(*_: Any) -> None:
+            self._end_step()
+            strays = [t for t in state() if not region.contains(t.untyped_storage().data_ptr())]
+            if strays:  # such as after load_state_dict()
+                self._move(region, strays)
+
+        if tensors := state():
+            self._move(region, tensors)
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+    def _end_step(self) -> None:
+        stack, self._stepping = self._stepping, None
+        if stack is not None:
+            stack.close()
+
+
+class _RegionMode(TorchFunctionMode):
+    """Moves what factory functions return into a region."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self._region = region
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if getattr(func, "__name__", "") not in _FACTORIES or "out" in kwargs:
+            return result
+        if type(result) is not torch.Tensor or result.device.type != "cpu" or result.layout != torch.strided:
+            return result
+        old = result.untyped_storage()
+        if old.nbytes() == 0 or self._region.mux.region_of(old.data_ptr()) is not None:
+            return result
+        shared = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        if old.data_ptr() in shared:
+            return result  # a view, or a conversion with nothing to do
+        new = _cpu_storage(self._region, old.nbytes())
+        _bytes_of(new).copy_(_bytes_of(old))
+        result.data = _view(result, new)
+        return result
+
+
+class _CheckMode(TorchFunctionMode):
+    """Raises before an operation touches a region's tensor outside a phase."""
+
+    _HARMLESS = frozenset(
+        {"data_ptr", "untyped_storage", "__get__", "__set__", "size", "stride", "dim", "numel", "detach", "view_as",
+         "requires_grad_", "is_contiguous", "element_size", "storage_offset", "type", "set_", "__hash__"}
+    )  # fmt: skip
+
+    def __init__(self, mux: Mux) -> None:
+        super().__init__()
+        self._mux = mux
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if not self._mux.active and name not in self._HARMLESS:
+            for t in tree_leaves((args, kwargs)):
+                region = self._region_of(t)
+                if region is not None:
+                    raise RegionNotResident(
+                        f"torch.{name} touches region {region.name!r} outside a phase, when its pages may be away. "
+                        f"Do it inside 'with mux.phase(...)', or read the tensor with mux.to_host(tensor)."
+                    )
+        return func(*args, **kwargs)
+
+    def _region_of(self, t: Any) -> Region | None:
+        if not isinstance(t, torch.Tensor) or t.layout != torch.strided or t.numel() == 0:
+            return None
+        return self._mux.region_of(t.data_ptr())
+
+
+def check_mode(mux: Mux) -> TorchFunctionMode:
+    """Return the mode of ``PYMUX_CHECK=1`` for this thread."""
+    return _CheckMode(mux)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _view(like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    empty = torch.empty(0, dtype=like.dtype, device=storage.device)
+    return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
+
+
+def _cpu_storage(region: Region, nbytes: int) -> torch.UntypedStorage:
+    # The storage holds the block, and so frees it.
+    return torch.frombuffer(region.allocate(nbytes), dtype=torch.uint8).untyped_storage()
+
+
+def _cuda_ordinal(uuid: bytes) -> int | None:
+    """torch's ordinal of the device with this UUID, which CUDA_VISIBLE_DEVICES may have renumbered."""
+    if not torch.cuda.is_available():
+        return None
+    for i in range(torch.cuda.device_count()):
+        if torch.cuda.get_device_properties(i).uuid.bytes == uuid:
+            return i
+    return None

@@ -1,0 +1,169 @@
+"""The messages between agents and the broker, as the broker reads and writes them.
+
+Fixed little-endian structs over SOCK_SEQPACKET; csrc/wire.h has the same table, and a test
+compares the two. Page file descriptors travel as ancillary data.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from pymux.errors import ProtocolError, VersionMismatch
+
+VERSION = 1
+MAX_FDS = 64
+MAX_MESSAGE = 1 << 20
+
+PASSES_PAGES, OBSERVER, RECONNECT = 1, 2, 4
+
+# Codes of error and deny messages, by the exception that the client raises.
+ERROR_CODES = {
+    "ProtocolError": 1,
+    "VersionMismatch": 2,
+    "ClientExists": 3,
+    "NotAllowed": 4,
+    "DriverError": 5,
+    "CapacityError": 6,
+    "DeviceOutOfMemory": 7,
+}
+
+_HEADER = struct.Struct("<HHI")
+_COUNTS = "resident discardable clean dirty"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One message: its number, its fields and how they are packed."""
+
+    name: str
+    type: int
+    body: struct.Struct
+    fields: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole message."""
+        return _HEADER.size + self.body.size
+
+
+def _layout(name: str, number: int, fmt: str, fields: str) -> Layout:
+    return Layout(name, number, struct.Struct("<" + fmt), tuple(fields.split()))
+
+
+LAYOUTS = (
+    _layout(
+        "hello",
+        1,
+        "IIIIIIQQQ16s64s64s64sQQQQ",
+        "version pid flags rank world reserved page_size held lease_generation uuid job client group " + _COUNTS,
+    ),
+    _layout("acquire", 2, "QQQQ64sQQQQ", "seq want own expected_us phase " + _COUNTS),
+    _layout("release", 3, "QQQQQ", "generation " + _COUNTS),
+    _layout("ready", 4, "Q", "generation"),
+    _layout("want", 5, "QQQQQQQ", "seq want own " + _COUNTS),
+    _layout("pages", 6, "IIQQQQQ", "count missing want " + _COUNTS),
+    _layout("cancel", 7, "Q", "seq"),
+    _layout("status", 8, "", ""),
+    _layout("welcome", 101, "IIQ", "version client budget"),
+    _layout("error", 102, "II512s", "code reserved text"),
+    _layout("grant", 103, "QQ", "seq generation"),
+    _layout("recall", 104, "Q", "generation"),
+    _layout("take", 105, "II", "count reserved"),
+    _layout("give", 106, "II", "count reserved"),
+    _layout("deny", 107, "QQQII512s", "seq need budget code reserved text"),
+)
+_BY_NAME = {x.name: x for x in LAYOUTS}
+_BY_TYPE = {x.type: x for x in LAYOUTS}
+STATUS_REPLY = 108  # header and JSON
+
+
+def encode(name: str, **fields: Any) -> bytes:
+    """Pack a message; fields not given are zero, texts are cut to fit with a final NUL."""
+    layout = _BY_NAME[name]
+    formats = [f for f in _split(layout.body.format) if f]
+    values: list[Any] = []
+    for field, fmt in zip(layout.fields, formats, strict=True):
+        value = fields.pop(field, b"" if fmt.endswith("s") else 0)
+        if isinstance(value, str):
+            value = value.encode()[: int(fmt[:-1]) - 1]
+        values.append(value)
+    if fields:
+        raise TypeError(f"message {name} has no fields {sorted(fields)}")
+    return _HEADER.pack(layout.type, 0, layout.size) + layout.body.pack(*values)
+
+
+def _split(fmt: str) -> list[str]:
+    out, number = [], ""
+    for ch in fmt.lstrip("<"):
+        if ch.isdigit():
+            number += ch
+        elif number:
+            out.append(number + ch)
+            number = ""
+        else:
+            out.append(ch)
+    return out
+
+
+def decode(packet: bytes) -> tuple[str, dict[str, Any]]:
+    """Unpack a message.
+
+    Returns:
+        Its name and its fields; texts without their padding.
+
+    Raises:
+        ProtocolError: truncated, oversized, or of an unknown type.
+        VersionMismatch: a hello of another version, whatever its length.
+    """
+    if len(packet) < _HEADER.size:
+        raise ProtocolError(f"a message of {len(packet)} bytes is shorter than its header")
+    number, _, length = _HEADER.unpack_from(packet)
+    layout = _BY_TYPE.get(number)
+    if layout is None:
+        raise ProtocolError(f"unknown message type {number}")
+    if layout.name == "hello" and len(packet) >= _HEADER.size + 4:
+        (version,) = struct.unpack_from("<I", packet, _HEADER.size)
+        if version != VERSION:
+            raise VersionMismatch(
+                f"this broker speaks protocol version {VERSION} and the client {version}. Use the same pymux "
+                f"version for all jobs of a node; stop the broker ('pymux broker --stop') after an upgrade."
+            )
+    if len(packet) != layout.size or length != layout.size:
+        raise ProtocolError(
+            f"message {layout.name} has {len(packet)} bytes and says {length}; it must have {layout.size}"
+        )
+    values = layout.body.unpack_from(packet, _HEADER.size)
+    out = dict(zip(layout.fields, values, strict=True))
+    for key, value in out.items():
+        if isinstance(value, bytes) and key != "uuid":
+            try:
+                out[key] = value.split(b"\0", 1)[0].decode()
+            except UnicodeDecodeError as e:
+                raise ProtocolError(f"field {key} of message {layout.name} is not UTF-8") from e
+    return layout.name, out
+
+
+def encode_status_reply(text: str) -> bytes:
+    """Pack the answer to a status request."""
+    body = text.encode()
+    return _HEADER.pack(STATUS_REPLY, 0, _HEADER.size + len(body)) + body
+
+
+def decode_status_reply(packet: bytes) -> str:
+    """Unpack the answer to a status request.
+
+    Raises:
+        ProtocolError: it is something else.
+    """
+    if len(packet) < _HEADER.size or _HEADER.unpack_from(packet)[0] != STATUS_REPLY:
+        name, fields = decode(packet)
+        raise ProtocolError(fields.get("text") or f"the broker answered with {name}")
+    return packet[_HEADER.size :].decode()
+
+
+def device_name(uuid: bytes) -> str:
+    """Return a device's 16-byte UUID as the driver's tools print it."""
+    h = uuid.hex()
+    return f"GPU-{h[:8]}-{h[8:12]}-{h[12:16]}-{h[16:20]}-{h[20:]}"
