@@ -95,6 +95,7 @@ class Broker:
     Args:
         runtime_dir: where socket and lock are; created 0700.
         nvml: where device memory is read.
+        capacity: bytes of each device that regions may have; 0: all that others leave.
         linger: seconds without clients after which it ends; None: never.
 
     Raises:
@@ -102,8 +103,8 @@ class Broker:
         NotAllowed: the directory is not this user's alone.
     """
 
-    def __init__(self, runtime_dir: Path, nvml: Nvml, *, linger: float | None = 30.0) -> None:
-        self._dir = runtime_dir
+    def __init__(self, runtime_dir: Path, nvml: Nvml, *, capacity: int = 0, linger: float | None = 30.0) -> None:
+        self._capacity = capacity
         self._nvml = nvml
         self._linger = linger
         _private_directory(runtime_dir)
@@ -424,7 +425,8 @@ class Broker:
         others = max(0, memory.used - managed * device.page_size)
         if others:
             others = max(others, int(memory.total * CONTEXT_HEADROOM))
-        return (memory.total - others) // device.page_size
+        room = memory.total - others
+        return (min(room, self._capacity) if self._capacity else room) // device.page_size
 
     def _trim(self, name: str) -> None:
         """Close descriptors that the budget has no room for, so that others can use the memory."""
@@ -452,7 +454,7 @@ def _private_directory(path: Path) -> None:
         raise NotAllowed(f"{path} is open to others. Run 'chmod 700 {path}', or set PYMUX_RUNTIME_DIR.")
 
 
-def serve(runtime_dir: Path, driver_path: str, *, linger: float | None) -> None:
+def serve(runtime_dir: Path, driver_path: str, *, capacity: int, linger: float | None) -> None:
     """Run a broker in this process until it is told to stop.
 
     Raises:
@@ -460,7 +462,7 @@ def serve(runtime_dir: Path, driver_path: str, *, linger: float | None) -> None:
         DriverError: NVML is missing.
         NotAllowed: the directory is not this user's alone.
     """
-    broker = Broker(runtime_dir, Nvml(driver_path), linger=linger)
+    broker = Broker(runtime_dir, Nvml(driver_path), capacity=capacity, linger=linger)
     for sig in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sig, lambda *_: broker.stop())
     broker.run()

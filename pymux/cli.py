@@ -60,7 +60,7 @@ def broker(*, linger: float, background: bool, driver: str | None, stop: bool, v
     logging.getLogger("pymux").addHandler(handler)
     logging.getLogger("pymux").setLevel(logging.INFO if verbose or background else logging.WARNING)
     try:
-        serve(settings.runtime_dir, driver or _core.load_driver(settings.driver), linger=linger or None)
+        serve(settings.runtime_dir, driver or _core.load_driver(settings.driver), capacity=settings.capacity, linger=linger or None)
     except AlreadyRunning:
         if not background:
             raise

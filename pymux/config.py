@@ -38,6 +38,11 @@ def _flag(name: str, default: bool) -> bool:
     return default if not value else value in {"1", "true"}
 
 
+def _size(name: str) -> int:
+    text = os.environ.get(name)
+    return parse_size(text) if text else 0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """What the environment says.
@@ -47,6 +52,8 @@ class Settings:
             ``"sim"``, or the path of a driver library.
         runtime_dir: ``PYMUX_RUNTIME_DIR``: where the broker's socket, lock and log are.
         page_size: ``PYMUX_PAGE_SIZE`` in bytes; 0 lets the device decide.
+        capacity: ``PYMUX_CAPACITY``: bytes of each device that regions may have, for the broker;
+            0: all that others leave.
         pass_pages: ``PYMUX_PASS_PAGES``: hand physical pages over instead of freeing and creating.
         check: ``PYMUX_CHECK``: raise RegionNotResident before a tensor is touched without a lease.
     """
@@ -54,6 +61,7 @@ class Settings:
     driver: str
     runtime_dir: Path
     page_size: int
+    capacity: int
     pass_pages: bool
     check: bool
 
@@ -76,11 +84,11 @@ def load() -> Settings:
         runtime_dir = Path(xdg) / "pymux"
     else:
         runtime_dir = Path(f"/tmp/pymux-{os.getuid()}")  # noqa: S108 - 0700, and its owner is checked
-    page_size = os.environ.get("PYMUX_PAGE_SIZE")
     return Settings(
         driver=os.environ.get("PYMUX_DRIVER", ""),
         runtime_dir=runtime_dir,
-        page_size=parse_size(page_size) if page_size else 0,
+        page_size=_size("PYMUX_PAGE_SIZE"),
+        capacity=_size("PYMUX_CAPACITY"),
         pass_pages=_flag("PYMUX_PASS_PAGES", default=True),
         check=_flag("PYMUX_CHECK", default=False),
     )

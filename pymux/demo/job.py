@@ -1,0 +1,131 @@
+"""One GRPO job of the demo, in a process of its own: ``python -m pymux.demo.job CONFIG``.
+
+The loop is what a user writes. Around it: it says "ready" on stdout, starts on a line on stdin,
+reports each step as a line of JSON, and writes what it measured at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pymux
+from pymux.demo import sandbox, tasks
+from pymux.demo.model import Shape, Transformer, generate, log_probabilities
+from pymux.mux import Swap
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """A job.
+
+    Attributes:
+        name: of the job.
+        kind: index into `tasks.KINDS`.
+        seed: of the model, the tasks and the sampling.
+        steps: training steps.
+        prompts: tasks a step.
+        group: answers to each, for the group-relative advantage.
+        learning_rate: of AdamW.
+        latency: seconds of the sandbox, see `sandbox.score`.
+        device: ordinal.
+        swap: see `pymux.connect`.
+        result: path of the JSON file to write.
+    """
+
+    name: str
+    kind: int
+    seed: int
+    steps: int
+    prompts: int = 8
+    group: int = 8
+    learning_rate: float = 3e-4
+    latency: float = 0.9
+    device: int = 0
+    swap: Swap = "demand"
+    result: str = ""
+
+    def dump(self) -> str:
+        """Return the command-line argument."""
+        return json.dumps(asdict(self))
+
+
+def train(mux: pymux.Mux, config: Config) -> dict[str, Any]:
+    """Run the job; returns its rewards and the hash of its final weights."""
+    torch.manual_seed(config.seed)
+    rng = random.Random(config.seed)
+    sampling = torch.Generator().manual_seed(config.seed)
+    kind = tasks.KINDS[config.kind % len(tasks.KINDS)]
+
+    with mux.region("weights"):
+        model = Transformer(Shape(vocabulary=len(tasks.ALPHABET))).to(mux.device)
+    optimizer = mux.adopt(
+        torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95)), region="optimizer"
+    )
+    with mux.region("kv_cache", on_evict="discard"):
+        cache = model.new_cache(config.prompts * config.group)
+
+    rewards = []
+    for step in range(config.steps):
+        batch = [kind(rng) for _ in range(config.prompts)]
+        prompts = torch.tensor([tasks.encode(t.prompt) for t in batch]).repeat_interleave(config.group, 0)
+
+        with mux.phase("rollout", uses=("weights", "kv_cache"), writes=("kv_cache",)):
+            samples = generate(model, prompts.to(mux.device), cache, batch[0].length, sampling).cpu()
+
+        answers = [tasks.decode(row[tasks.PROMPT_LENGTH :].tolist()) for row in samples]
+        cases = [(batch[i // config.group].check, answer) for i, answer in enumerate(answers)]
+        scores = torch.tensor(sandbox.score(cases, latency=config.latency))
+        grouped = scores.view(config.prompts, config.group)
+        spread = grouped.std(1, keepdim=True) + 1e-4
+        advantages = ((grouped - grouped.mean(1, keepdim=True)) / spread).view(-1, 1)
+
+        with mux.phase("train", uses=("weights", "optimizer")):
+            log_p = log_probabilities(model, samples.to(mux.device), tasks.PROMPT_LENGTH)
+            loss = -(advantages.to(mux.device) * log_p).mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        rewards.append(scores.mean().item())
+        print(json.dumps({"step": step + 1, "reward": rewards[-1]}), flush=True)
+
+    digest = hashlib.sha256()
+    for p in model.parameters():
+        digest.update(mux.to_host(p).numpy().tobytes())
+    return {"rewards": rewards, "weights": digest.hexdigest()}
+
+
+def main() -> None:
+    """Run the job described by the first argument."""
+    torch.set_num_threads(1)  # one core computes, as one device does; and sums are always in one order
+    torch.backends.cuda.matmul.allow_tf32 = False
+    config = Config(**json.loads(sys.argv[1]))
+    with pymux.connect(config.name, device=config.device, swap=config.swap) as mux:
+        print(json.dumps({"ready": True}), flush=True)
+        sys.stdin.readline()
+        started = time.monotonic()
+        outcome = train(mux, config)
+        finished = time.monotonic()
+        result = {
+            "job": config.name,
+            "started": started,
+            "finished": finished,
+            **outcome,
+            "trace": mux.trace(),
+            "stats": mux.stats(),
+        }
+    Path(config.result).write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
