@@ -23,6 +23,9 @@ namespace {
 
 constexpr double kMintPatience = 5.0;  // a dying process gives its memory back within this
 constexpr double kMintRetry = 0.002;
+// A phase that followed the last one within this time last time may follow it once more although
+// the device was recalled: two phases in a row cost one handoff, and a waiter one phase at most.
+constexpr double kBackToBack = 0.005;
 constexpr double kSignalSlice = 0.1;  // how soon a waiting caller notices Ctrl-C
 
 std::size_t choose_page_size(const Device& d, std::size_t asked) {
@@ -267,6 +270,12 @@ void Agent::acquire(const std::string& phase, std::vector<std::shared_ptr<Region
     throw Error("LeaseError", "phase '" + phase + "' was opened inside phase '" + phase_name_ +
                                   "' of the same client. Phases do not nest: leave the outer one first, or use "
                                   "lease.idle() for a wait inside it.");
+  if (left_at_ > 0) gap_after_[phase_name_] = now_seconds() - left_at_;
+  left_at_ = 0;
+  if (linger_until_ > 0) {
+    linger_until_ = 0;
+    extended_ = true;
+  }
   phase_name_ = phase;
   uses_ = std::move(uses);
   writes_ = std::move(writes);
@@ -276,7 +285,7 @@ void Agent::acquire(const std::string& phase, std::vector<std::shared_ptr<Region
     activate_locked();
     return;
   }
-  granted_ = phase_ == Phase::parked;
+  granted_ = phase_ == Phase::parked;  // a slow re-entry: only pages are missing
   phase_ = Phase::waiting;
   acquire_error_ = nullptr;
   post([this] { begin_acquire(); });
@@ -302,9 +311,15 @@ void Agent::acquire(const std::string& phase, std::vector<std::shared_ptr<Region
   throw Error("LeaseError", "the phase was not entered.");
 }
 
+bool Agent::follows_at_once_locked() const {
+  auto it = gap_after_.find(phase_name_);
+  return it != gap_after_.end() && it->second < kBackToBack;
+}
+
 void Agent::release_locked() {
   phase_ = Phase::idle;
-  granted_ = recalled_ = false;
+  granted_ = recalled_ = extended_ = false;
+  linger_until_ = 0;
   active_flag_ = recalled_flag_ = false;
   auto m = wire::make<wire::Release>(wire::kRelease);
   m.generation = generation_;
@@ -341,10 +356,15 @@ void Agent::leave() {
   }
   std::lock_guard lock(mutex_);
   active_flag_ = false;
-  if (recalled_ || failed) {
+  left_at_ = now_seconds();
+  if (failed || (recalled_ && (extended_ || !follows_at_once_locked()))) {
     release_locked();
   } else {
     phase_ = Phase::parked;
+    if (recalled_) {
+      linger_until_ = left_at_ + kBackToBack;
+      post([] {});  // the agent thread sets its clock
+    }
   }
   if (failed) std::rethrow_exception(failed);
 }
@@ -579,12 +599,19 @@ void Agent::wait_for_work() {
   } else if (retry_at_ > 0) {
     timeout = std::max(1, static_cast<int>((retry_at_ - now_seconds()) * 1000));
   }
+  {
+    std::lock_guard lock(mutex_);
+    if (linger_until_ > 0 && timeout < 0)
+      timeout = std::max(0, static_cast<int>((linger_until_ - now_seconds()) * 1000) + 1);
+  }
   // A negative descriptor is passed over: without a broker only commands wake us.
   poll(p, 2, timeout);
   if (p[1].revents) {
     std::uint64_t n = 0;
     [[maybe_unused]] auto r = ::read(wake_.get(), &n, sizeof n);
   }
+  std::lock_guard lock(mutex_);
+  if (linger_until_ > 0 && now_seconds() >= linger_until_) release_locked();
 }
 
 void Agent::take_commands() {
@@ -644,7 +671,7 @@ void Agent::handle(const std::vector<char>& bytes, std::vector<Fd>& fds) {
         std::lock_guard lock(mutex_);
         if (m->generation != generation_ || phase_ == Phase::idle) return;
         if (phase_ == Phase::parked) {
-          if (!recalled_) release_locked();  // else a snapshot is on its way out
+          if (!recalled_) release_locked();  // else it lingers, or a snapshot is on its way out
         } else {
           recalled_ = true;
           recalled_flag_ = true;
@@ -712,7 +739,8 @@ void Agent::reconnect() {
     held_ = used_ + spare_.size() + spare_fds_.size();
     if (phase_ == Phase::parked) phase_ = Phase::idle;
     if (phase_ == Phase::waiting) granted_ = false;
-    recalled_ = false;
+    recalled_ = extended_ = false;
+    linger_until_ = 0;
     recalled_flag_ = false;
   }
   if (refused || stop_) return;

@@ -12,6 +12,7 @@
 #include <deque>
 #include <functional>
 #include <future>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -104,6 +105,7 @@ class Agent {
   bool resident_locked(const Region& r, std::size_t first, std::size_t count) const;
   void activate_locked();
   void release_locked();
+  bool follows_at_once_locked() const;
 
   // agent thread
   void run(std::promise<void>& ready);
@@ -151,7 +153,10 @@ class Agent {
   std::exception_ptr broken_;      // the broker is gone for good, or the device is
   std::exception_ptr acquire_error_;
   std::uint64_t seq_ = 0, acquire_seq_ = 0, generation_ = 0, stamp_ = 0;
-  std::string phase_name_;
+  std::string phase_name_;  // the open phase, or the last one
+  std::map<std::string, double> gap_after_;  // seconds from a phase's end to the next acquire, last time
+  double left_at_ = 0, linger_until_ = 0;    // 0: not
+  bool extended_ = false;                    // this lease had a phase after its recall
   double expected_ = 0;
   std::vector<std::shared_ptr<Region>> uses_, writes_;
   std::vector<std::shared_ptr<Ensure>> ensures_;
