@@ -125,7 +125,9 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("total_bytes", &Device::total)
       .def_property_readonly("granularity", &Device::granularity)
       .def_property_readonly("can_export", &Device::can_export)
-      .def_property_readonly("host_addressable", &Device::host_addressable);
+      .def_property_readonly("host_addressable", &Device::host_addressable)
+      .def("probe_export", &Device::probe_export, Released(),
+           "Create, export, import and free one allocation; raises what the driver says.");
 
   py::class_<Block>(m, "Block", py::buffer_protocol(), "A live block of a region's memory.")
       .def_readonly("ptr", &Block::ptr)

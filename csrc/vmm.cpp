@@ -59,6 +59,12 @@ CUmemAllocationProp Device::prop() const {
   return p;
 }
 
+void Device::probe_export() const {
+  if (!can_export_) throw Error("DriverError", name_ + " cannot export memory as file descriptors");
+  Page page = Page::create(*this, granularity_, true);
+  Page::import(page.export_fd());
+}
+
 void Device::make_current() const { check(cu().cuCtxSetCurrent(context_), "cuCtxSetCurrent"); }
 
 void Device::synchronize() const {

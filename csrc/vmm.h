@@ -50,6 +50,8 @@ class Device {
   // Host code may touch device addresses directly.
   bool host_addressable() const { return host_addressable_; }
   CUmemAllocationProp prop() const;
+  // Creates, exports, imports and frees one allocation; throws what the driver says.
+  void probe_export() const;
   void make_current() const;  // for a thread of our own
   void synchronize() const;   // all work of the context; from any thread
 

@@ -56,6 +56,7 @@ class Settings:
             0: all that others leave.
         pass_pages: ``PYMUX_PASS_PAGES``: hand physical pages over instead of freeing and creating.
         check: ``PYMUX_CHECK``: raise RegionNotResident before a tensor is touched without a lease.
+        expandable_segments: whether torch's settings ask for them, which regions cannot hold.
     """
 
     driver: str
@@ -64,6 +65,7 @@ class Settings:
     capacity: int
     pass_pages: bool
     check: bool
+    expandable_segments: bool
 
     @property
     def socket(self) -> Path:
@@ -91,4 +93,8 @@ def load() -> Settings:
         capacity=_size("PYMUX_CAPACITY"),
         pass_pages=_flag("PYMUX_PASS_PAGES", default=True),
         check=_flag("PYMUX_CHECK", default=False),
+        expandable_segments=any(
+            "expandable_segments:true" in os.environ.get(name, "").lower()
+            for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+        ),
     )

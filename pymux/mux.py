@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from pymux import _core, config
-from pymux.errors import LeaseError, RegionError, UnknownRegion
+from pymux.errors import ConfigError, LeaseError, RegionError, UnknownRegion
 
 OnEvict = Literal["keep", "discard"]
 Swap = Literal["demand", "snapshot"]
@@ -56,8 +56,6 @@ def connect(
         ClientExists: this job has a process of this name already.
         VersionMismatch: the broker is of another version.
     """
-    from pymux.errors import ConfigError  # noqa: PLC0415 - only here
-
     for what, value in (("job", job), ("name", name)):
         if not value or len(value.encode()) > 63 or "\0" in value:
             raise ConfigError(f"{what}={value!r}: give a name of 1 to 63 bytes.")
@@ -228,6 +226,16 @@ class Mux:
         return self._agent.active
 
     @property
+    def recalled(self) -> bool:
+        """Whether somebody waits for the device that this process holds."""
+        return self._agent.recalled
+
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes that torch holds on the device outside regions, such as activations; they stay."""
+        return int(self._torch_integration().outside_bytes())
+
+    @property
     def device(self) -> Any:
         """The torch device of this connection."""
         return self._torch_integration().device
@@ -391,7 +399,7 @@ class Lease:
     @property
     def recalled(self) -> bool:
         """Whether somebody waits for the device."""
-        return self._phase.mux._agent.recalled  # noqa: SLF001 - read in hot loops
+        return self._phase.mux.recalled
 
     def require(self, region: str) -> None:
         """Wait until a lazy region is resident.

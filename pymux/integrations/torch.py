@@ -15,8 +15,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from pymux import _core
-from pymux.errors import DriverError, RegionNotResident
+from pymux import _core, config
+from pymux.errors import DriverError, RegionError, RegionNotResident
 from pymux.mux import Mux, Region
 
 _FACTORIES = frozenset(
@@ -66,6 +66,11 @@ class Integration:
             with _RegionMode(region):
                 yield
             return
+        if config.load().expandable_segments:
+            raise RegionError(
+                "torch's expandable_segments is on, and then torch maps memory itself instead of asking the region. "
+                "Remove it from PYTORCH_CUDA_ALLOC_CONF."
+            )
         if self._allocator is None:
             self._allocator = torch.cuda.memory.CUDAPluggableAllocator(
                 _core.__file__, "pymux_torch_malloc", "pymux_torch_free"
@@ -112,6 +117,15 @@ class Integration:
     def before_leave(self) -> None:
         """Close what a failed optimizer step left open; give cached free blocks back to the driver."""
         self._end_step()
+        if self.device.type == "cuda" and self._mux.recalled:
+            torch.cuda.empty_cache()
+
+    def outside_bytes(self) -> int:
+        """Bytes that torch holds on the device outside regions; they are not moved."""
+        if self.device.type == "cpu":
+            return 0
+        inside = sum(r["live_bytes"] for r in self._mux.stats()["regions"].values())
+        return max(0, torch.cuda.memory_reserved(self.device) - inside)
 
     # ---- moving tensors ------------------------------------------------------------------------
 
