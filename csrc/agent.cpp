@@ -122,13 +122,16 @@ void Agent::close() {
   if (thread_.joinable()) thread_.join();
 }
 
+// Connects and says hello; starts a broker when none answers.
 void Agent::connect_broker(std::uint32_t flags) {
   const double deadline = now_seconds() + options_.connect_timeout;
   bool spawned = options_.spawn.empty();
-  for (;;) {
+  std::string why = "none listens";
+  for (;; std::this_thread::sleep_for(std::chrono::milliseconds(10))) {
     try {
       socket_ = wire::Socket::connect(options_.socket);
-      break;
+      if (say_hello(flags)) return;
+      why = "it closed the connection";  // one that is just dying does; its successor comes next
     } catch (const std::system_error& e) {
       const int code = e.code().value();
       if (code == EACCES || code == EPERM)
@@ -136,18 +139,21 @@ void Agent::connect_broker(std::uint32_t flags) {
                                       " belongs to another user. Set PYMUX_RUNTIME_DIR to a directory of your own.");
       if (code != ENOENT && code != ECONNREFUSED && code != EAGAIN)
         throw Error("BrokerLost", "cannot connect to " + options_.socket + ": " + e.code().message());
-      if (now_seconds() > deadline)
-        throw Error("BrokerLost", "no broker answers at " + options_.socket +
-                                      (options_.spawn.empty() ? ". Start one with 'pymux broker'."
-                                                              : ", and starting one did not help. Run 'pymux broker' in a "
-                                                                "terminal to see why."));
       if (!spawned) {
         spawn_detached(options_.spawn);
         spawned = true;
       }
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
+    if (now_seconds() > deadline)
+      throw Error("BrokerLost", "no broker answers at " + options_.socket + " (" + why + ")" +
+                                    (options_.spawn.empty() ? ". Start one with 'pymux broker'."
+                                                            : ", and starting one did not help. Run 'pymux broker' in a "
+                                                              "terminal to see why."));
   }
+}
+
+// False when the broker went away without a word.
+bool Agent::say_hello(std::uint32_t flags) {
   auto hello = wire::make<wire::Hello>(wire::kHello);
   hello.version = wire::kVersion;
   hello.pid = static_cast<std::uint32_t>(getpid());
@@ -174,19 +180,20 @@ void Agent::connect_broker(std::uint32_t flags) {
       throw Error("BrokerLost", "the broker at " + options_.socket + " does not answer. 'pymux status' shows whether it "
                                     "is alive.");
     reply = socket_.receive(true, nullptr);
-  } catch (const std::system_error&) {  // it died under us; said below
+  } catch (const std::system_error&) {
+    return false;
   }
+  if (reply.empty()) return false;
   if (auto* m = as<wire::ErrorText>(reply); m && m->h.type == wire::kError)
     throw Error(type_for(m->code), wire::get_text(m->text, sizeof m->text));
   auto* m = as<wire::Welcome>(reply);
-  if (!m || m->h.type != wire::kWelcome) {
-    if (reply.empty()) throw Error("BrokerLost", "the broker at " + options_.socket + " closed the connection.");
+  if (!m || m->h.type != wire::kWelcome)
     throw Error("VersionMismatch", "what listens at " + options_.socket + " does not speak this pymux's protocol (version " +
                                        std::to_string(wire::kVersion) +
                                        "). Stop it and start 'pymux broker' of the same version.");
-  }
   std::lock_guard lock(mutex_);
   budget_ = m->budget;
+  return true;
 }
 
 // ---- caller threads ------------------------------------------------------------------------

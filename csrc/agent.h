@@ -110,6 +110,7 @@ class Agent {
   // agent thread
   void run(std::promise<void>& ready);
   void connect_broker(std::uint32_t flags);
+  bool say_hello(std::uint32_t flags);
   void reconnect();
   void wait_for_work();
   void take_commands();

@@ -184,7 +184,7 @@ class Broker:
         frozen = self._scheduler.frozen_until
         if frozen and now >= frozen:
             self._scheduler.frozen_until = 0.0
-            self._handle(Tick(), now)
+            self._budget_at = now - BUDGET_SECONDS  # below: who is back is counted now
         if now >= self._budget_at + BUDGET_SECONDS:
             self._budget_at = now
             for name in self._devices:
@@ -419,6 +419,8 @@ class Broker:
         """Pages for clients: all memory but what NVML says that others use."""
         memory = self._nvml.memory(name)
         device = self._devices[name]
+        if self._scheduler.frozen_until:
+            return memory.total // device.page_size  # most of what is used is clients' that are not back yet
         managed = len(device.fds)
         if name in self._scheduler.banks:
             managed += sum(a.held for a in self._scheduler.banks[name].accounts.values())

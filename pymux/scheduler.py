@@ -7,7 +7,7 @@ once; what a client did wrong is raised to the caller and changes nothing for th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pymux.bank import Account, Bank, Claim
@@ -241,6 +241,7 @@ class Scheduler:
         self.clients[e.client] = client
         group.members[e.client] = client
         self.banks[e.device].open(e.client, e.held, e.counts)
+        self.queue = [replace(r, devices=group.devices) if r.group == key else r for r in self.queue]
         if e.lease_generation and not any(group.devices & lease.devices for lease in self.leases.values()):
             self.generation = max(self.generation, e.lease_generation)
             self.leases[key] = Lease(

@@ -1,0 +1,372 @@
+"""Who runs and who gives pages, without any I/O: events in, actions out."""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pymux.errors import ClientExists, DriverError, ProtocolError
+from pymux.events import (
+    Acquire,
+    Budget,
+    Cancel,
+    Counts,
+    Deny,
+    Give,
+    Grant,
+    Joined,
+    Left,
+    Ready,
+    Recall,
+    Release,
+    Returned,
+    Take,
+    Tick,
+    Want,
+)
+from pymux.policy import Fifo
+from pymux.scheduler import Scheduler
+
+DEV = "GPU-0"
+
+
+def scheduler(budget=10, devices=(DEV,), **kw):
+    s = Scheduler(Fifo(), **kw)
+    for d in devices:
+        s.add_device(d, 1 << 20, budget)
+    return s
+
+
+def joined(client, **kw):
+    fields = {"job": f"job{client}", "name": "main", "group": "main", "device": DEV, "page_size": 1 << 20}
+    return Joined(client=client, **{**fields, **kw})
+
+
+def acquire(client, want, seq=1, **kw):
+    return Acquire(client=client, seq=seq, phase="train", want=want, **kw)
+
+
+def all_dirty(n):
+    return Counts(resident=n, dirty=n)
+
+
+def of(kind, actions):
+    return [a for a in actions if isinstance(a, kind)]
+
+
+def running(s, client, pages, now=0.0, seq=1):
+    """Bring a client to hold a lease with its pages."""
+    actions = s.handle(acquire(client, pages, seq=seq), now)
+    generation = of(Grant, actions)[0].generation
+    s.handle(Ready(client=client, generation=generation), now)
+    return generation
+
+
+def test_a_free_device_is_granted_with_its_pages_at_once():
+    s = scheduler()
+    s.handle(joined(1), 0)
+    assert s.handle(acquire(1, 4), 0) == [Grant(client=1, seq=1, generation=1), Give(client=1, count=4)]
+
+
+def test_a_second_client_waits_and_the_holder_is_recalled_once():
+    s = scheduler()
+    s.handle(joined(1), 0)
+    s.handle(joined(2), 0)
+    g = running(s, 1, 4)
+    assert of(Recall, s.handle(acquire(2, 3), 0)) == [Recall(client=1, generation=g)]
+    assert of(Recall, s.handle(Tick(), 1)) == []
+
+
+def test_the_next_in_the_queue_gets_free_pages_while_the_holder_still_runs():
+    s = scheduler(budget=10)
+    s.handle(joined(1), 0)
+    s.handle(joined(2), 0)
+    running(s, 1, 6)
+    assert of(Give, s.handle(acquire(2, 3), 0)) == [Give(client=2, count=3)]
+
+
+def test_nothing_is_taken_from_the_holder_while_it_runs():
+    s = scheduler(budget=10)
+    s.handle(joined(1), 0)
+    s.handle(joined(2), 0)
+    g = running(s, 1, 8)
+    actions = s.handle(acquire(2, 6), 0)
+    assert of(Give, actions) == [Give(client=2, count=2)]
+    assert of(Take, actions) == []
+    actions = s.handle(Release(client=1, generation=g, counts=all_dirty(8)), 1)
+    assert of(Take, actions) == [Take(client=1, count=4)]
+
+
+def test_only_what_the_next_lacks_is_taken():
+    s = scheduler(budget=10)
+    for c in (1, 2, 3):
+        s.handle(joined(c), 0)
+    s.handle(Release(client=1, generation=running(s, 1, 5), counts=all_dirty(5)), 1)
+    s.handle(Release(client=2, generation=running(s, 2, 5), counts=all_dirty(5)), 2)
+    actions = s.handle(acquire(3, 3), 3)
+    assert of(Take, actions) == [Take(client=1, count=3)], "of the client that has not run for longest"
+
+
+def test_discardable_goes_before_clean_before_dirty():
+    s = scheduler(budget=9)
+    for c in (1, 2, 3):
+        s.handle(joined(c), 0)
+    s.handle(Release(client=1, generation=running(s, 1, 5), counts=Counts(resident=5, clean=2, dirty=3)), 1)
+    s.handle(Release(client=2, generation=running(s, 2, 4), counts=Counts(resident=4, discardable=2, dirty=2)), 2)
+    takes = {a.client: a.count for a in of(Take, s.handle(acquire(3, 5), 3))}
+    assert takes == {1: 3, 2: 2}, "2 discardable of client 2, 2 clean and 1 dirty of client 1"
+
+
+def test_returned_pages_go_to_the_one_who_waits():
+    s = scheduler(budget=4)
+    s.handle(joined(1), 0)
+    s.handle(joined(2), 0)
+    s.handle(Release(client=1, generation=running(s, 1, 4), counts=all_dirty(4)), 1)
+    s.handle(acquire(2, 3), 2)
+    assert s.handle(Returned(client=1, count=1, counts=all_dirty(3)), 3) == [Give(client=2, count=1)]
+    assert s.handle(Returned(client=1, count=2, counts=all_dirty(1)), 3) == [Give(client=2, count=2)]
+
+
+def test_a_request_that_can_never_fit_is_denied_at_once_with_both_figures():
+    s = scheduler(budget=4)
+    s.handle(joined(1), 0)
+    (deny,) = s.handle(acquire(1, 5), 0)
+    assert isinstance(deny, Deny)
+    assert (deny.need, deny.budget, deny.capacity) == (5, 4, True)
+    assert "5 MiB" in deny.text
+    assert "4 MiB" in deny.text
+
+
+def test_pages_of_regions_that_the_phase_does_not_use_are_its_own_to_give():
+    s = scheduler(budget=6)
+    s.handle(joined(1), 0)
+    s.handle(Release(client=1, generation=running(s, 1, 5), counts=all_dirty(5)), 1)
+    actions = s.handle(acquire(1, 8, seq=2, own=3, counts=all_dirty(5)), 2)
+    assert of(Take, actions) == [Take(client=1, count=2)]
+
+
+def test_growth_inside_a_phase_may_take_back_what_the_next_one_prefetched():
+    s = scheduler(budget=10)
+    s.handle(joined(1), 0)
+    s.handle(joined(2), 0)
+    running(s, 1, 6)
+    s.handle(acquire(2, 4), 0)
+    actions = s.handle(Want(client=1, seq=2, want=8), 1)
+    assert of(Take, actions) == [Take(client=2, count=2)]
+
+
+def test_growth_that_nobody_can_serve_is_denied_instead_of_hanging():
+    s = scheduler(budget=10)
+    s.handle(joined(1), 0)
+    s.handle(joined(2), 0)
+    s.handle(Release(client=2, generation=running(s, 2, 4), counts=all_dirty(4)), 0)
+    running(s, 1, 6)
+    assert of(Take, s.handle(Want(client=1, seq=2, want=8), 1)) == [Take(client=2, count=2)]
+    denials = of(Deny, s.handle(Returned(client=2, count=0, missing=2, counts=all_dirty(4)), 2))
+    assert [(d.client, d.seq, d.capacity) for d in denials] == [(1, 2, False)]
+
+
+def test_a_dead_clients_lease_and_pages_go_to_the_next():
+    s = scheduler(budget=4)
+    s.handle(joined(1), 0)
+    s.handle(joined(2), 0)
+    running(s, 1, 4)
+    s.handle(acquire(2, 4), 0)
+    actions = s.handle(Left(client=1), 1)
+    assert of(Grant, actions) == [Grant(client=2, seq=1, generation=2)]
+    assert of(Give, actions) == [Give(client=2, count=4)]
+
+
+def test_a_late_release_of_an_older_lease_changes_nothing():
+    s = scheduler()
+    s.handle(joined(1), 0)
+    s.handle(joined(2), 0)
+    old = running(s, 1, 2)
+    s.handle(Release(client=1, generation=old), 1)
+    new = running(s, 1, 2, seq=2)
+    assert s.handle(Release(client=1, generation=old), 2) == []
+    assert s.leases["job1", "main"].generation == new
+
+
+def test_a_cancelled_request_is_forgotten():
+    s = scheduler()
+    s.handle(joined(1), 0)
+    s.handle(joined(2), 0)
+    g = running(s, 1, 2)
+    s.handle(acquire(2, 2), 0)
+    s.handle(Cancel(client=2, seq=1), 1)
+    assert of(Grant, s.handle(Release(client=1, generation=g), 2)) == []
+
+
+def test_two_clients_of_one_name_are_told_apart_by_an_error():
+    s = scheduler()
+    s.handle(joined(1, job="a"), 0)
+    with pytest.raises(ClientExists, match="name"):
+        s.handle(joined(2, job="a"), 0)
+
+
+def test_page_sizes_of_a_device_do_not_mix():
+    s = scheduler()
+    with pytest.raises(DriverError, match="PYMUX_PAGE_SIZE"):
+        s.handle(joined(1, page_size=4096), 0)
+
+
+def test_asking_twice_is_a_protocol_error_of_the_one_who_did():
+    s = scheduler()
+    s.handle(joined(1), 0)
+    running(s, 1, 2)
+    with pytest.raises(ProtocolError):
+        s.handle(acquire(1, 2, seq=2), 1)
+    assert s.leases["job1", "main"].generation == 1
+
+
+def test_a_group_is_granted_when_all_members_are_there_and_on_all_their_devices():
+    s = scheduler(devices=("A", "B"))
+    s.handle(joined(1, job="j", name="r0", group="g", world=2, rank=0, device="A"), 0)
+    assert s.handle(acquire(1, 2), 0) == []
+    s.handle(joined(3, job="k", device="B"), 0)
+    g = running(s, 3, 2)
+    late = joined(2, job="j", name="r1", group="g", world=2, rank=1, device="B")
+    assert of(Grant, s.handle(late, 1)) == [], "B is still held"
+    s.handle(Cancel(client=1, seq=1), 1)
+    s.handle(acquire(1, 2, seq=2), 1)
+    grants = of(Grant, s.handle(Release(client=3, generation=g), 2))
+    assert [(a.client, a.seq) for a in grants] == [(1, 2), (2, 0)]
+
+
+def test_a_new_broker_grants_nothing_until_the_old_ones_clients_had_time_to_report():
+    s = scheduler(frozen_until=5.0)
+    s.handle(joined(1), 0)
+    assert s.handle(acquire(1, 2), 0) == []
+    s.handle(joined(2, held=3, lease_generation=7), 1)
+    assert s.next_deadline(1) == 5.0
+    actions = s.handle(Tick(), 5.0)
+    assert of(Grant, actions) == [], "client 2 came back with its lease"
+    assert of(Recall, actions) == [Recall(client=2, generation=7)]
+    assert of(Grant, s.handle(Release(client=2, generation=7), 6))[0].generation > 7
+
+
+def test_a_shrunken_budget_stops_gifts():
+    s = scheduler(budget=10)
+    s.handle(joined(1), 0)
+    s.handle(Budget(device=DEV, pages=3), 0)
+    assert of(Deny, s.handle(acquire(1, 5), 0))
+
+
+class Sharing(RuleBasedStateMachine):
+    """Clients that behave, die and answer late, against the promises."""
+
+    BUDGET = 6
+
+    @initialize()
+    def start(self):
+        self.s = scheduler(budget=self.BUDGET)
+        self.now = 0.0
+        self.next = 1
+        self.seq = 0
+        self.held = {}
+        self.asked = {}
+        self.leases = {}
+        self.waiting = {}
+        self.active = set()
+
+    def do(self, event):
+        self.now += 1
+        for a in self.s.handle(event, self.now):
+            if a.client not in self.held:
+                continue
+            match a:
+                case Give(count=n):
+                    self.held[a.client] += n
+                case Take(count=n):
+                    self.asked[a.client] += n
+                case Grant(generation=g):
+                    self.leases[a.client] = g
+                case Deny():
+                    self.waiting.pop(a.client, None)
+                    if a.client in self.leases:
+                        self.release(a.client)
+
+    def release(self, c):
+        self.active.discard(c)
+        self.do(Release(client=c, generation=self.leases.pop(c), counts=all_dirty(self.held[c])))
+
+    @precondition(lambda self: len(self.held) < 3)
+    @rule()
+    def join(self):
+        c, self.next = self.next, self.next + 1
+        self.held[c] = self.asked[c] = 0
+        self.do(joined(c))
+
+    @rule(data=st.data(), want=st.integers(1, 6))
+    def ask(self, data, want):
+        idle = [c for c in self.held if c not in self.leases and c not in self.waiting]
+        if idle:
+            c = data.draw(st.sampled_from(sorted(idle)))
+            self.seq += 1
+            self.waiting[c] = max(want, self.held[c])
+            self.do(acquire(c, self.waiting[c], seq=self.seq, counts=all_dirty(self.held[c])))
+
+    @rule(data=st.data())
+    def finish(self, data):
+        for c in sorted(self.leases):
+            if c in self.waiting and self.held[c] >= self.waiting[c]:
+                del self.waiting[c]
+                self.active.add(c)
+                self.do(Ready(client=c, generation=self.leases[c]))
+        if self.active and data.draw(st.booleans()):
+            self.release(sorted(self.active)[0])
+
+    @rule(data=st.data())
+    def give_back(self, data):
+        owing = [c for c in self.held if self.asked[c] > 0]
+        if owing:
+            c = data.draw(st.sampled_from(sorted(owing)))
+            n = min(data.draw(st.integers(1, self.asked[c])), self.held[c])
+            self.asked[c] -= n
+            self.held[c] -= n
+            self.do(Returned(client=c, count=n, want=self.waiting.get(c, 0), counts=all_dirty(self.held[c])))
+
+    @rule(data=st.data())
+    def die(self, data):
+        if self.held:
+            c = data.draw(st.sampled_from(sorted(self.held)))
+            for state in (self.held, self.asked, self.leases, self.waiting):
+                state.pop(c, None)
+            self.active.discard(c)
+            self.do(Left(client=c))
+
+    @rule(data=st.data(), generation=st.integers(0, 3))
+    def speak_late(self, data, generation):
+        dead = data.draw(st.integers(1, self.next))
+        if dead not in self.held:
+            self.do(Release(client=dead, generation=generation))
+            self.do(Returned(client=dead, count=1))
+
+    @invariant()
+    def one_lease_a_device(self):
+        if hasattr(self, "s"):
+            assert len(self.s.leases) <= 1
+            assert len(self.leases) <= 1
+
+    @invariant()
+    def pages_never_exceed_the_budget(self):
+        if hasattr(self, "s"):
+            assert sum(self.held.values()) <= self.BUDGET
+            bank = self.s.banks[DEV]
+            assert bank.free >= 0
+            assert {c: a.held for c, a in bank.accounts.items()} == self.held
+
+    @invariant()
+    def a_free_device_with_waiters_is_granted(self):
+        if hasattr(self, "s") and self.s.queue:
+            assert self.s.leases
+
+    @invariant()
+    def a_holder_that_lacks_pages_has_some_on_the_way(self):
+        if hasattr(self, "s"):
+            for c in self.leases:
+                if c in self.waiting and self.held[c] < self.waiting[c]:
+                    assert any(self.asked.values()), "nobody was asked, and nothing can come"
+
+
+TestSharing = Sharing.TestCase
