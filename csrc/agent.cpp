@@ -411,8 +411,8 @@ CUdeviceptr Agent::allocate(const std::shared_ptr<Region>& region, std::size_t b
                                   "'with mux.phase(...)', or in 'with mux.region(...)', which takes a lease.");
   const std::int64_t offset = region->allocate(bytes);
   if (offset < 0) {
-    Error err("DeviceOutOfMemory", "region '" + region->name + "' has no room for " + std::to_string(bytes) +
-                                       " bytes: its addresses span the device's " + std::to_string(device_.total()) + ".");
+    Error err("CapacityError", "region '" + region->name + "' has no addresses left for " + std::to_string(bytes) +
+                                   " bytes, and the device has " + std::to_string(device_.total()) + " in all.");
     err.need = bytes;
     err.limit = device_.total();
     throw err;

@@ -8,7 +8,8 @@ Region::Region(std::string name_, OnEvict on_evict_, const Device& device, std::
     : name(std::move(name_)),
       on_evict(on_evict_),
       page_size(page_size_),
-      addresses((device.total() + page_size_ - 1) / page_size_ * page_size_, page_size_),
+      // Addresses cost nothing: twice the device, so that memory runs out before they do.
+      addresses((2 * device.total() + page_size_ - 1) / page_size_ * page_size_, page_size_),
       pages(addresses.size() / page_size_),
       arena_(addresses.size()) {}
 

@@ -101,7 +101,9 @@ class Node:
         for p in self.processes:
             if p.poll() is None:
                 p.kill()
-            p.communicate()
+            for pipe in (p.stdin, p.stdout, p.stderr):
+                pipe.close()
+            p.wait()
         subprocess.run(
             [sys.executable, "-m", "pymux.cli", "broker", "--stop"], env=self.env, capture_output=True, check=False
         )

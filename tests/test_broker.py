@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -167,7 +168,9 @@ def test_memory_that_others_use_is_not_given_out(tmp_path):
     thread = threading.Thread(target=b.run)
     thread.start()
     try:
-        _, m, _ = Peer(tmp_path / "run" / "broker.sock").hello()
+        p = Peer(tmp_path / "run" / "broker.sock")
+        _, m, _ = p.hello()
+        p.close()
         assert m["budget"] == 12
     finally:
         b.stop()
@@ -215,7 +218,7 @@ def test_many_clients_at_once_start_one_broker(node):
 def test_the_broker_opens_no_cuda_context(node):
     job(node, "a", 1, pages=2)
     pid = node.status()["pid"]
-    maps = open(f"/proc/{pid}/maps").read()
+    maps = Path(f"/proc/{pid}/maps").read_text()
     assert "torch" not in maps
     contexts = [line for line in maps.splitlines() if "/dev0/p-" in line]
     assert contexts == [], "no device memory is mapped in the broker"
