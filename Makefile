@@ -1,0 +1,49 @@
+# make demo    three GRPO jobs share one device; writes pymux-demo/
+# make test    everything that runs without a GPU
+# make lint    formats, types, stub
+# make sanitize  the extension's tests under the address, undefined-behaviour and thread sanitizers
+# make format  rewrites Python and C++ in the project's style
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/sim/*.h csrc/sim/*.cpp)
+CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/sim/*.h csrc/sim/*.cpp)
+
+.PHONY: demo test lint format stub sanitize clean
+
+demo: $(VENV)/built
+	$(BIN)/pymux demo
+
+test: $(VENV)/built
+	$(BIN)/pytest
+
+lint: $(VENV)/built
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+
+format: $(VENV)/installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+# pymux/_core.pyi is committed; tests/test_stub.py fails when it drifts.
+stub: $(VENV)/built
+	$(BIN)/python tests/make_stub.py pymux/_core.pyi
+
+sanitize: $(VENV)/installed
+	bash tests/sanitize.sh $(BIN)/python
+
+$(VENV)/installed: requirements.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -r requirements.txt
+	touch $@
+
+$(VENV)/built: $(VENV)/installed $(SOURCES)
+	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
+	touch $@
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
