@@ -8,6 +8,8 @@
 #include "error.h"
 #include "torch_allocator.h"
 
+#include <optional>
+
 namespace py = pybind11;
 using namespace pymux;
 using Released = py::call_guard<py::gil_scoped_release>;
@@ -222,7 +224,10 @@ PYBIND11_MODULE(_core, m) {
            },
            py::arg("region"), py::arg("ptr"), py::arg("to"),
            "Copy a region's contents from wherever they are into a contiguous writable buffer.")
-      .def("evict", &Agent::evict, py::arg("region").none(true), Released())
+      .def(
+          "evict",
+          [](Agent& a, std::optional<std::shared_ptr<Region>> region) { a.evict(region.value_or(nullptr)); },
+          py::arg("region"), Released(), "Swap a region out (None: all) and give its pages to the bank.")
       .def("trim_host", &Agent::trim_host, Released())
       .def("stats", [](Agent& a) { return to_dict(a.stats()); })
       .def("spans", &Agent::spans, Released())

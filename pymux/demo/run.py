@@ -57,7 +57,8 @@ class _Job:
                 text=True,
             )
         self._lines = lines
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -70,6 +71,15 @@ class _Job:
         assert self.process.stdin is not None
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
+
+    def close(self) -> None:
+        """End the process, however far it is."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
 
     def result(self) -> dict[str, Any]:
         """Return what it measured."""
@@ -203,8 +213,7 @@ def _run_mode(
         return [j.result() for j in running]
     finally:
         for job in running:
-            job.process.kill()
-            job.process.wait()
+            job.close()
         _stop_broker(scratch / "run")
         shutil.rmtree(simulated, ignore_errors=True)
         shutil.rmtree(scratch, ignore_errors=True)

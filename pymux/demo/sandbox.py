@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 # Runs under ``python -I -S`` and reads {"latency", "cases": [[check, answer], ...]} on stdin.
 _PROGRAM = r"""
-import sys, json, resource, time
+import sys, json, resource, signal, time
 request = json.load(sys.stdin)
 time.sleep(request["latency"])
 try:
@@ -21,8 +21,12 @@ try:
     ctypes.CDLL(None).unshare(0x10000000 | 0x40000000)  # a user and a network namespace, where allowed
 except OSError:
     pass
-for limit, value in (("CPU", 2), ("AS", 512 << 20), ("NOFILE", 16), ("FSIZE", 0), ("CORE", 0)):
-    resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
+def too_long(*_):
+    raise TimeoutError
+signal.signal(signal.SIGXCPU, too_long)  # each second past the soft limit: that answer scores nothing
+limits = (("CPU", 2, 8), ("AS", 512 << 20, 512 << 20), ("NOFILE", 16, 16), ("FSIZE", 0, 0), ("CORE", 0, 0))
+for limit, soft, hard in limits:
+    resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (soft, hard))
 allowed = {"compile", "exec", "object.__getattr__", "code.__new__"}
 def guard(event, args):
     if event not in allowed and not event.startswith(("sys.", "builtins.")):

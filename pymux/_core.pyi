@@ -1,0 +1,159 @@
+"""
+pymux's extension: regions, pager and agent. Use the pymux package, not this module.
+"""
+from __future__ import annotations
+import collections.abc
+import typing
+import typing_extensions
+__file__: str
+__all__: list[str] = ['Agent', 'Block', 'Device', 'Region', 'SwapSpan', 'device_count', 'driver_version', 'load_driver', 'torch_enter', 'torch_last_error', 'torch_leave', 'wire_layout']
+class Device:
+    """
+    Facts about a device. Holds its primary context while alive.
+    """
+    def __init__(self, ordinal: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def probe_export(self) -> None:
+        """
+        Create, export, import and free one allocation; raises what the driver says.
+        """
+    @property
+    def can_export(self) -> bool:
+        ...
+    @property
+    def granularity(self) -> int:
+        ...
+    @property
+    def host_addressable(self) -> bool:
+        ...
+    @property
+    def name(self) -> str:
+        ...
+    @property
+    def total_bytes(self) -> int:
+        ...
+    @property
+    def uuid(self) -> bytes:
+        ...
+class Block:
+    """
+    A live block of a region's memory.
+    """
+    def __buffer__(self, flags: int) -> memoryview:
+        ...
+    @property
+    def ptr(self) -> int:
+        ...
+    @property
+    def size(self) -> int:
+        ...
+class Region:
+    """
+    A named range of device addresses whose pages come and go.
+    """
+    def contains(self, ptr: typing.SupportsInt | typing.SupportsIndex) -> bool:
+        ...
+    @property
+    def base(self) -> int:
+        ...
+    @property
+    def live_bytes(self) -> int:
+        ...
+    @property
+    def name(self) -> str:
+        ...
+    @property
+    def on_evict(self) -> str:
+        ...
+    @property
+    def size(self) -> int:
+        ...
+class SwapSpan:
+    """
+    One page's swap; times are CLOCK_MONOTONIC seconds, bytes those copied.
+    """
+    @property
+    def begin(self) -> float:
+        ...
+    @property
+    def bytes(self) -> int:
+        ...
+    @property
+    def end(self) -> float:
+        ...
+    @property
+    def out(self) -> bool:
+        ...
+class Agent:
+    """
+    This process's connection to the broker, and its pages.
+    """
+    def __init__(self, *, socket: str, spawn: collections.abc.Sequence[str], job: str, client: str, group: str, rank: typing.SupportsInt | typing.SupportsIndex, world: typing.SupportsInt | typing.SupportsIndex, device: typing.SupportsInt | typing.SupportsIndex, page_size: typing.SupportsInt | typing.SupportsIndex, pass_pages: bool, snapshot: bool, connect_timeout: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    def acquire(self, phase: str, uses: collections.abc.Sequence[Region], writes: collections.abc.Sequence[Region], expected: typing.SupportsFloat | typing.SupportsIndex, timeout: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        """
+        Block until the lease is active with every page of `uses` resident; seconds, timeout < 0 for ever.
+        """
+    def allocate(self, region: Region, bytes: typing.SupportsInt | typing.SupportsIndex) -> Block:
+        ...
+    def close(self) -> None:
+        ...
+    def create_region(self, name: str, keep: bool) -> Region:
+        ...
+    def evict(self, region: Region | None) -> None:
+        """
+        Swap a region out (None: all) and give its pages to the bank.
+        """
+    def leave(self) -> None:
+        """
+        Wait for this process's device work, then park or return the lease.
+        """
+    def read(self, region: Region, ptr: typing.SupportsInt | typing.SupportsIndex, to: typing_extensions.Buffer) -> None:
+        """
+        Copy a region's contents from wherever they are into a contiguous writable buffer.
+        """
+    def spans(self) -> list[SwapSpan]:
+        ...
+    def stats(self) -> dict[str, typing.Any]:
+        ...
+    def trim_host(self) -> int:
+        ...
+    @property
+    def active(self) -> bool:
+        ...
+    @property
+    def host_addressable(self) -> bool:
+        ...
+    @property
+    def page_size(self) -> int:
+        ...
+    @property
+    def recalled(self) -> bool:
+        ...
+    @property
+    def uuid(self) -> bytes:
+        ...
+def device_count() -> int:
+    """
+    How many devices the loaded driver has.
+    """
+def driver_version() -> int:
+    """
+    The loaded driver's CUDA version, as 1000 * major + 10 * minor.
+    """
+def load_driver(choice: str = '') -> str:
+    """
+    Load the CUDA driver table once per process; returns the library's path.
+    """
+def torch_enter(agent: Agent, region: Region) -> None:
+    """
+    This thread's torch allocations come from the region until torch_leave().
+    """
+def torch_last_error() -> str:
+    ...
+def torch_leave() -> None:
+    ...
+def wire_layout() -> list[tuple[str, int, int]]:
+    """
+    (name, type, bytes) of every message, to compare with pymux.wire.
+    """
