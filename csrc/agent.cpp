@@ -34,17 +34,26 @@ std::size_t choose_page_size(const Device& d, std::size_t asked) {
   return (size + g - 1) / g * g;
 }
 
-std::exception_ptr error_ptr(const char* type, const std::string& what) { return std::make_exception_ptr(Error(type, what)); }
+std::exception_ptr error_ptr(const char* type, const std::string& what) {
+  return std::make_exception_ptr(Error(type, what));
+}
 
 const char* type_for(std::uint32_t code) {
   switch (code) {
-    case wire::kVersionMismatch: return "VersionMismatch";
-    case wire::kNameTaken: return "ClientExists";
-    case wire::kNotAllowed: return "NotAllowed";
-    case wire::kDevice: return "DriverError";
-    case wire::kCapacity: return "CapacityError";
-    case wire::kNoPages: return "DeviceOutOfMemory";
-    default: return "ProtocolError";
+    case wire::kVersionMismatch:
+      return "VersionMismatch";
+    case wire::kNameTaken:
+      return "ClientExists";
+    case wire::kNotAllowed:
+      return "NotAllowed";
+    case wire::kDevice:
+      return "DriverError";
+    case wire::kCapacity:
+      return "CapacityError";
+    case wire::kNoPages:
+      return "DeviceOutOfMemory";
+    default:
+      return "ProtocolError";
   }
 }
 
@@ -64,8 +73,7 @@ void spawn_detached(const std::vector<std::string>& command) {
   int r = posix_spawn(&pid, argv[0], &files, &attr, argv.data(), environ);
   posix_spawn_file_actions_destroy(&files);
   posix_spawnattr_destroy(&attr);
-  if (r != 0)
-    throw Error("BrokerLost", "cannot start a broker with " + command[0] + ": " + std::strerror(r));
+  if (r != 0) throw Error("BrokerLost", "cannot start a broker with " + command[0] + ": " + std::strerror(r));
   // The command forks the broker off and ends at once, so that no zombie is left to us.
   while (waitpid(pid, nullptr, 0) < 0 && errno == EINTR) {
   }
@@ -145,10 +153,11 @@ void Agent::connect_broker(std::uint32_t flags) {
       }
     }
     if (now_seconds() > deadline)
-      throw Error("BrokerLost", "no broker answers at " + options_.socket + " (" + why + ")" +
-                                    (options_.spawn.empty() ? ". Start one with 'pymux broker'."
-                                                            : ", and starting one did not help. Run 'pymux broker' in a "
-                                                              "terminal to see why."));
+      throw Error("BrokerLost",
+                  "no broker answers at " + options_.socket + " (" + why + ")" +
+                      (options_.spawn.empty() ? ". Start one with 'pymux broker'."
+                                              : ", and starting one did not help. Run 'pymux broker' in a "
+                                                "terminal to see why."));
   }
 }
 
@@ -177,7 +186,8 @@ bool Agent::say_hello(std::uint32_t flags) {
     pollfd p{socket_.fd(), POLLIN, 0};
     const int wait_ms = static_cast<int>(options_.connect_timeout * 1000);
     if (poll(&p, 1, wait_ms) == 0)
-      throw Error("BrokerLost", "the broker at " + options_.socket + " does not answer. 'pymux status' shows whether it "
+      throw Error("BrokerLost", "the broker at " + options_.socket +
+                                    " does not answer. 'pymux status' shows whether it "
                                     "is alive.");
     reply = socket_.receive(true, nullptr);
   } catch (const std::system_error&) {
@@ -188,9 +198,9 @@ bool Agent::say_hello(std::uint32_t flags) {
     throw Error(type_for(m->code), wire::get_text(m->text, sizeof m->text));
   auto* m = as<wire::Welcome>(reply);
   if (!m || m->h.type != wire::kWelcome)
-    throw Error("VersionMismatch", "what listens at " + options_.socket + " does not speak this pymux's protocol (version " +
-                                       std::to_string(wire::kVersion) +
-                                       "). Stop it and start 'pymux broker' of the same version.");
+    throw Error("VersionMismatch",
+                "what listens at " + options_.socket + " does not speak this pymux's protocol (version " +
+                    std::to_string(wire::kVersion) + "). Stop it and start 'pymux broker' of the same version.");
   std::lock_guard lock(mutex_);
   budget_ = m->budget;
   return true;
@@ -200,8 +210,9 @@ bool Agent::say_hello(std::uint32_t flags) {
 
 void Agent::check_usable_locked() const {
   if (getpid() != owner_pid_)
-    throw Error("LeaseError", "this process is a fork of the one that connected; CUDA does not survive fork. Use the "
-                              "'spawn' start method and connect() in the child.");
+    throw Error("LeaseError",
+                "this process is a fork of the one that connected; CUDA does not survive fork. Use the "
+                "'spawn' start method and connect() in the child.");
   if (broken_) std::rethrow_exception(broken_);
   if (closed_) throw Error("LeaseError", "this Mux is closed; connect() again.");
 }
@@ -254,8 +265,7 @@ bool Agent::resident_locked(const Region& r, std::size_t first, std::size_t coun
 }
 
 bool Agent::resident_locked(const std::vector<std::shared_ptr<Region>>& regions) const {
-  return std::all_of(regions.begin(), regions.end(),
-                     [&](auto& r) { return resident_locked(*r, 0, r->used_pages()); });
+  return std::all_of(regions.begin(), regions.end(), [&](auto& r) { return resident_locked(*r, 0, r->used_pages()); });
 }
 
 void Agent::activate_locked() {
@@ -407,7 +417,8 @@ CUdeviceptr Agent::allocate(const std::shared_ptr<Region>& region, std::size_t b
   std::unique_lock lock(mutex_);
   check_usable_locked();
   if (phase_ != Phase::active)
-    throw Error("LeaseError", "allocating in region '" + region->name + "' is device work and needs a phase: put it in "
+    throw Error("LeaseError", "allocating in region '" + region->name +
+                                  "' is device work and needs a phase: put it in "
                                   "'with mux.phase(...)', or in 'with mux.region(...)', which takes a lease.");
   const std::int64_t offset = region->allocate(bytes);
   if (offset < 0) {
@@ -492,13 +503,18 @@ AgentStats Agent::stats() {
     rs.live = r->live_bytes();
     for (const auto& e : r->pages) {
       switch (e.state) {
-        case PageState::absent: break;
+        case PageState::absent:
+          break;
         case PageState::resident:
           rs.resident += page_size_;
           (e.slot >= 0 && !e.dirty ? rs.clean : rs.dirty) += page_size_;
           break;
-        case PageState::evicted: rs.evicted += page_size_; break;
-        case PageState::discarded: rs.discarded += page_size_; break;
+        case PageState::evicted:
+          rs.evicted += page_size_;
+          break;
+        case PageState::discarded:
+          rs.discarded += page_size_;
+          break;
       }
     }
     rs.counters = r->counters;
@@ -717,7 +733,8 @@ void Agent::handle(const std::vector<char>& bytes, std::vector<Fd>& fds) {
         changed_.notify_all();
       }
       return;
-    default: return;
+    default:
+      return;
   }
 }
 
@@ -779,8 +796,8 @@ void Agent::queue_missing(const std::shared_ptr<Region>& r, std::size_t first, s
   for (std::size_t i = first; i < first + count; ++i) {
     const PageEntry& e = r->pages[i];
     const bool coming = e.moving && e.state != PageState::resident;
-    const bool queued = std::any_of(fill_.begin(), fill_.end(),
-                                    [&](const PageRef& p) { return p.region == r.get() && p.index == i; });
+    const bool queued =
+        std::any_of(fill_.begin(), fill_.end(), [&](const PageRef& p) { return p.region == r.get() && p.index == i; });
     if (r->live(i) && !coming && !queued && (e.state != PageState::resident || e.moving)) fill_.push_back({r.get(), i});
   }
 }
@@ -901,8 +918,10 @@ bool Agent::start_out() {
         spare_fds_.pop_back();
       } else if (!spare_.empty()) {
         try {
-          if (pass_pages_) outgoing_.push_back(spare_.back().export_fd());
-          else outgoing_bare_ += 1;
+          if (pass_pages_)
+            outgoing_.push_back(spare_.back().export_fd());
+          else
+            outgoing_bare_ += 1;
         } catch (const Error& e) {
           last_fault_ = e.what();
           outgoing_bare_ += 1;
@@ -1149,8 +1168,10 @@ void Agent::give_all_back() {
         for (std::size_t i = 0; i < r->pages.size(); ++i) {
           PageEntry& e = r->pages[i];
           if (e.slot >= 0) backing_->give(std::exchange(e.slot, -1));
-          if (e.state == PageState::resident) all.push_back({r.get(), i});
-          else e.state = PageState::absent;
+          if (e.state == PageState::resident)
+            all.push_back({r.get(), i});
+          else
+            e.state = PageState::absent;
         }
     }
     for (PageRef ref : all) {

@@ -32,9 +32,9 @@ struct AgentOptions {
   std::string job, client, group;
   std::uint32_t rank = 0, world = 1;
   int device = 0;
-  std::size_t page_size = 0;   // bytes; 0: 32 MiB, or 2 MiB where host code reaches the device
-  bool pass_pages = true;      // hand physical pages over as file descriptors
-  bool snapshot = false;       // swap everything out at every yield, for comparison
+  std::size_t page_size = 0;    // bytes; 0: 32 MiB, or 2 MiB where host code reaches the device
+  bool pass_pages = true;       // hand physical pages over as file descriptors
+  bool snapshot = false;        // swap everything out at every yield, for comparison
   double connect_timeout = 10;  // seconds, for starting or finding a broker
 };
 
@@ -46,7 +46,7 @@ struct RegionStats {
 };
 
 struct AgentStats {
-  std::string phase;  // idle, waiting, active or parked
+  std::string phase;                                                             // idle, waiting, active or parked
   std::uint64_t generation = 0, held = 0, spare = 0, page_size = 0, budget = 0;  // pages but page_size
   std::uint64_t host_pinned = 0, host_used = 0;                                  // bytes
   std::uint64_t grants = 0, reentries = 0, reconnects = 0;
@@ -151,10 +151,10 @@ class Agent {
   std::vector<std::shared_ptr<Region>> regions_;
   Phase phase_ = Phase::idle;
   bool granted_ = false, recalled_ = false, closed_ = false, finished_ = false;
-  std::exception_ptr broken_;      // the broker is gone for good, or the device is
+  std::exception_ptr broken_;  // the broker is gone for good, or the device is
   std::exception_ptr acquire_error_;
   std::uint64_t seq_ = 0, acquire_seq_ = 0, generation_ = 0, stamp_ = 0;
-  std::string phase_name_;  // the open phase, or the last one
+  std::string phase_name_;                   // the open phase, or the last one
   std::map<std::string, double> gap_after_;  // seconds from a phase's end to the next acquire, last time
   double left_at_ = 0, linger_until_ = 0;    // 0: not
   bool extended_ = false;                    // this lease had a phase after its recall
@@ -167,11 +167,11 @@ class Agent {
   std::string last_fault_;
 
   // the agent thread's own
-  std::deque<PageRef> fill_;       // pages that somebody waits for
-  std::vector<PageRef> victims_;   // in the order to go, best last
+  std::deque<PageRef> fill_;      // pages that somebody waits for
+  std::vector<PageRef> victims_;  // in the order to go, best last
   bool victims_known_ = false;
-  std::uint64_t quota_ = 0;        // pages still to give away
-  std::uint32_t missing_ = 0;      // of those, found impossible
+  std::uint64_t quota_ = 0;    // pages still to give away
+  std::uint32_t missing_ = 0;  // of those, found impossible
   bool always_copy_ = false;
   std::vector<Page> spare_;
   std::vector<Fd> spare_fds_;

@@ -28,7 +28,7 @@ class Arena {
  private:
   void add_free(std::size_t offset, std::size_t size);
   void drop_free(std::map<std::size_t, std::size_t>::iterator it);
-  std::map<std::size_t, std::size_t> live_, free_;             // offset -> size
+  std::map<std::size_t, std::size_t> live_, free_;              // offset -> size
   std::set<std::pair<std::size_t, std::size_t>> free_by_size_;  // (size, offset)
   std::size_t live_bytes_ = 0;
 };

@@ -3,12 +3,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
+
 #include "agent.h"
 #include "driver.h"
 #include "error.h"
 #include "torch_allocator.h"
-
-#include <optional>
 
 namespace py = pybind11;
 using namespace pymux;
@@ -96,8 +96,9 @@ PYBIND11_MODULE(_core, m) {
     }
   });
 
-  m.def("load_driver", [](const std::string& choice) { return Driver::load(choice).path; }, py::arg("choice") = "",
-        Released(), "Load the CUDA driver table once per process; returns the library's path.");
+  m.def(
+      "load_driver", [](const std::string& choice) { return Driver::load(choice).path; }, py::arg("choice") = "",
+      Released(), "Load the CUDA driver table once per process; returns the library's path.");
   m.def(
       "driver_version",
       [] {
@@ -106,11 +107,14 @@ PYBIND11_MODULE(_core, m) {
         return v;
       },
       "The loaded driver's CUDA version, as 1000 * major + 10 * minor.");
-  m.def("device_count", [] {
-    int n = 0;
-    check(driver().cuDeviceGetCount(&n), "cuDeviceGetCount");
-    return n;
-  }, "How many devices the loaded driver has.");
+  m.def(
+      "device_count",
+      [] {
+        int n = 0;
+        check(driver().cuDeviceGetCount(&n), "cuDeviceGetCount");
+        return n;
+      },
+      "How many devices the loaded driver has.");
   m.def(
       "wire_layout",
       [] {
@@ -123,7 +127,8 @@ PYBIND11_MODULE(_core, m) {
   py::class_<Device>(m, "Device", "Facts about a device. Holds its primary context while alive.")
       .def(py::init<int>(), py::arg("ordinal"), Released())
       .def_property_readonly("name", &Device::name)
-      .def_property_readonly("uuid", [](const Device& d) { return py::bytes(reinterpret_cast<const char*>(d.uuid()), 16); })
+      .def_property_readonly("uuid",
+                             [](const Device& d) { return py::bytes(reinterpret_cast<const char*>(d.uuid()), 16); })
       .def_property_readonly("total_bytes", &Device::total)
       .def_property_readonly("granularity", &Device::granularity)
       .def_property_readonly("can_export", &Device::can_export)
@@ -141,7 +146,8 @@ PYBIND11_MODULE(_core, m) {
 
   py::class_<Region, std::shared_ptr<Region>>(m, "Region", "A named range of device addresses whose pages come and go.")
       .def_readonly("name", &Region::name)
-      .def_property_readonly("on_evict", [](const Region& r) { return r.on_evict == OnEvict::keep ? "keep" : "discard"; })
+      .def_property_readonly("on_evict",
+                             [](const Region& r) { return r.on_evict == OnEvict::keep ? "keep" : "discard"; })
       .def_property_readonly("base", [](const Region& r) { return r.addresses.base(); })
       .def_property_readonly("size", [](const Region& r) { return r.addresses.size(); })
       .def_property_readonly("live_bytes", &Region::live_bytes)
@@ -176,66 +182,68 @@ PYBIND11_MODULE(_core, m) {
            py::kw_only(), py::arg("socket"), py::arg("spawn"), py::arg("job"), py::arg("client"), py::arg("group"),
            py::arg("rank"), py::arg("world"), py::arg("device"), py::arg("page_size"), py::arg("pass_pages"),
            py::arg("snapshot"), py::arg("connect_timeout"))
-      .def("create_region",
-           [](Agent& a, const std::string& name, bool keep) {
-             auto r = a.create_region(name, keep ? OnEvict::keep : OnEvict::discard);
-             torch_allocator::add(r);
-             return r;
-           },
-           py::arg("name"), py::arg("keep"), Released())
-      .def("acquire",
-           [](Agent& a, const std::string& phase, std::vector<std::shared_ptr<Region>> uses,
-              std::vector<std::shared_ptr<Region>> writes, double expected, double timeout) {
-             bool interrupted = false;
-             {
-               py::gil_scoped_release release;
-               try {
-                 a.acquire(phase, std::move(uses), std::move(writes), expected, timeout, [] {
-                   py::gil_scoped_acquire gil;
-                   return PyErr_CheckSignals() != 0;
-                 });
-               } catch (const Interrupted&) {
-                 interrupted = true;
-               }
-             }
-             if (interrupted) throw py::error_already_set();
-           },
-           py::arg("phase"), py::arg("uses"), py::arg("writes"), py::arg("expected"), py::arg("timeout"),
-           "Block until the lease is active with every page of `uses` resident; seconds, timeout < 0 for ever.")
+      .def(
+          "create_region",
+          [](Agent& a, const std::string& name, bool keep) {
+            auto r = a.create_region(name, keep ? OnEvict::keep : OnEvict::discard);
+            torch_allocator::add(r);
+            return r;
+          },
+          py::arg("name"), py::arg("keep"), Released())
+      .def(
+          "acquire",
+          [](Agent& a, const std::string& phase, std::vector<std::shared_ptr<Region>> uses,
+             std::vector<std::shared_ptr<Region>> writes, double expected, double timeout) {
+            bool interrupted = false;
+            {
+              py::gil_scoped_release release;
+              try {
+                a.acquire(phase, std::move(uses), std::move(writes), expected, timeout, [] {
+                  py::gil_scoped_acquire gil;
+                  return PyErr_CheckSignals() != 0;
+                });
+              } catch (const Interrupted&) {
+                interrupted = true;
+              }
+            }
+            if (interrupted) throw py::error_already_set();
+          },
+          py::arg("phase"), py::arg("uses"), py::arg("writes"), py::arg("expected"), py::arg("timeout"),
+          "Block until the lease is active with every page of `uses` resident; seconds, timeout < 0 for ever.")
       .def("leave", &Agent::leave, Released(), "Wait for this process's device work, then park or return the lease.")
       .def_property_readonly("recalled", &Agent::recalled)
       .def_property_readonly("active", &Agent::active)
-      .def("allocate",
-           [](Agent& a, const std::shared_ptr<Region>& region, std::size_t bytes) {
-             CUdeviceptr p = 0;
-             {
-               py::gil_scoped_release release;
-               p = a.allocate(region, bytes);
-             }
-             return std::make_unique<Block>(region, p, bytes, a.device().host_addressable());
-           },
-           py::arg("region"), py::arg("bytes"))
-      .def("read",
-           [](Agent& a, const std::shared_ptr<Region>& region, CUdeviceptr ptr, py::buffer to) {
-             py::buffer_info info = to.request(true);
-             const auto bytes = static_cast<std::size_t>(info.size * info.itemsize);
-             py::gil_scoped_release release;
-             a.read(region, ptr, bytes, info.ptr);
-           },
-           py::arg("region"), py::arg("ptr"), py::arg("to"),
-           "Copy a region's contents from wherever they are into a contiguous writable buffer.")
       .def(
-          "evict",
-          [](Agent& a, std::optional<std::shared_ptr<Region>> region) { a.evict(region.value_or(nullptr)); },
+          "allocate",
+          [](Agent& a, const std::shared_ptr<Region>& region, std::size_t bytes) {
+            CUdeviceptr p = 0;
+            {
+              py::gil_scoped_release release;
+              p = a.allocate(region, bytes);
+            }
+            return std::make_unique<Block>(region, p, bytes, a.device().host_addressable());
+          },
+          py::arg("region"), py::arg("bytes"))
+      .def(
+          "read",
+          [](Agent& a, const std::shared_ptr<Region>& region, CUdeviceptr ptr, py::buffer to) {
+            py::buffer_info info = to.request(true);
+            const auto bytes = static_cast<std::size_t>(info.size * info.itemsize);
+            py::gil_scoped_release release;
+            a.read(region, ptr, bytes, info.ptr);
+          },
+          py::arg("region"), py::arg("ptr"), py::arg("to"),
+          "Copy a region's contents from wherever they are into a contiguous writable buffer.")
+      .def(
+          "evict", [](Agent& a, std::optional<std::shared_ptr<Region>> region) { a.evict(region.value_or(nullptr)); },
           py::arg("region"), Released(), "Swap a region out (None: all) and give its pages to the bank.")
       .def("trim_host", &Agent::trim_host, Released())
       .def("stats", [](Agent& a) { return to_dict(a.stats()); })
       .def("spans", &Agent::spans, Released())
       .def("close", &Agent::close, Released())
       .def_property_readonly("host_addressable", [](const Agent& a) { return a.device().host_addressable(); })
-      .def_property_readonly("uuid", [](const Agent& a) {
-        return py::bytes(reinterpret_cast<const char*>(a.device().uuid()), 16);
-      })
+      .def_property_readonly(
+          "uuid", [](const Agent& a) { return py::bytes(reinterpret_cast<const char*>(a.device().uuid()), 16); })
       .def_property_readonly("page_size", &Agent::page_size);
 
   m.def("torch_enter", &torch_allocator::enter, py::arg("agent"), py::arg("region"),

@@ -35,9 +35,9 @@ std::unique_ptr<Driver> open_library(const std::string& path) {
   }
   auto d = std::make_unique<Driver>();
   d->path = path;
-#define X(name)                                                                                         \
-  d->name = reinterpret_cast<decltype(d->name)>(dlsym(lib, PYMUX_STR(name)));                           \
-  if (!d->name)                                                                                         \
+#define X(name)                                                               \
+  d->name = reinterpret_cast<decltype(d->name)>(dlsym(lib, PYMUX_STR(name))); \
+  if (!d->name)                                                               \
     throw Error("DriverError", path + " has no function " PYMUX_STR(name) ", which pymux needs. Update the NVIDIA " \
                                "driver (CUDA 13 needs R580 or later), or set PYMUX_DRIVER=sim.");
   PYMUX_DRIVER_FUNCTIONS(X)

@@ -55,7 +55,7 @@ void handler(int sig, siginfo_t* info, void* context) {
 void watch(CUdeviceptr base, std::size_t size, const std::string& job, const std::string& region) {
   std::lock_guard lock(ranges_mutex);
   if (!installed) {
-    struct sigaction a {};
+    struct sigaction a{};
     a.sa_sigaction = handler;
     a.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
     sigemptyset(&a.sa_mask);

@@ -180,7 +180,9 @@ void Pager::read(PageRef ref, std::size_t offset, std::size_t bytes, void* to) {
       check(cu().cuMemcpyDtoHAsync(to, r.at(ref.index) + offset, bytes, out_stream_.get()), "cuMemcpyDtoHAsync");
       out_stream_.synchronize();
       return;
-    case PageState::evicted: std::memcpy(to, backing_.address(e.slot) + offset, bytes); return;
+    case PageState::evicted:
+      std::memcpy(to, backing_.address(e.slot) + offset, bytes);
+      return;
     default:
       throw Error("ContentsLost", "region '" + r.name + "' was discarded when its pages were given away (on_evict=" +
                                       "\"discard\"), so this tensor has no contents. Write it again inside a phase, or "

@@ -23,17 +23,17 @@ enum class PageState : std::uint8_t { absent, resident, evicted, discarded };
 
 struct PageEntry {
   PageState state = PageState::absent;
-  bool dirty = false;    // the slot, if any, does not have the current contents
-  bool moving = false;   // a copy of it is in flight
-  Page page;             // both set exactly when resident (or arriving)
+  bool dirty = false;   // the slot, if any, does not have the current contents
+  bool moving = false;  // a copy of it is in flight
+  Page page;            // both set exactly when resident (or arriving)
   Mapping mapping;
   std::int64_t slot = -1;  // in the backing store; kept while the page is resident again
 };
 
 struct RegionCounters {
-  std::uint64_t bytes_out = 0, bytes_in = 0;              // copied
-  std::uint64_t avoided_clean = 0, avoided_dead = 0;      // bytes given away without a copy
-  std::uint64_t lost_pages = 0, generation = 0;           // discarded contents; times it happened
+  std::uint64_t bytes_out = 0, bytes_in = 0;          // copied
+  std::uint64_t avoided_clean = 0, avoided_dead = 0;  // bytes given away without a copy
+  std::uint64_t lost_pages = 0, generation = 0;       // discarded contents; times it happened
 };
 
 class Region {
@@ -54,8 +54,8 @@ class Region {
 
   std::int64_t allocate(std::size_t bytes);
   bool free(std::size_t offset);
-  bool live(std::size_t page) const;      // has the page any allocated block
-  std::size_t used_pages() const;         // pages below the arena's extent
+  bool live(std::size_t page) const;  // has the page any allocated block
+  std::size_t used_pages() const;     // pages below the arena's extent
   std::size_t live_bytes() const;
 
  private:

@@ -160,10 +160,7 @@ Event::~Event() {
 void Event::record(const Stream& stream) { check(cu().cuEventRecord(event_, stream.get()), "cuEventRecord"); }
 
 bool Event::done() const {
-  CUresult r = cu().cuEventQuery(event_);
-  if (r == CUDA_ERROR_NOT_READY) return false;
-  check(r, "cuEventQuery");
-  return true;
+  return cu().cuEventQuery(event_) != CUDA_ERROR_NOT_READY;
 }
 
 void Event::synchronize() const { check(cu().cuEventSynchronize(event_), "cuEventSynchronize"); }

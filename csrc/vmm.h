@@ -147,7 +147,7 @@ class Event {
   }
   ~Event();
   void record(const Stream& stream);
-  bool done() const;
+  bool done() const;  // also when asking fails: synchronize() then says why
   void synchronize() const;
 
  private:

@@ -17,8 +17,22 @@ constexpr std::size_t kMaxFds = 64;
 constexpr std::size_t kMaxMessage = 1u << 20;  // a status reply is the longest
 
 enum Type : std::uint16_t {
-  kHello = 1, kAcquire, kRelease, kReady, kWant, kPages, kCancel, kStatus,
-  kWelcome = 101, kError, kGrant, kRecall, kTake, kGive, kDeny, kStatusReply,
+  kHello = 1,
+  kAcquire,
+  kRelease,
+  kReady,
+  kWant,
+  kPages,
+  kCancel,
+  kStatus,
+  kWelcome = 101,
+  kError,
+  kGrant,
+  kRecall,
+  kTake,
+  kGive,
+  kDeny,
+  kStatusReply,
 };
 
 #pragma pack(push, 1)
@@ -51,29 +65,85 @@ struct Acquire {
   char phase[64];
   Counts counts;
 };
-struct Release { Header h; std::uint64_t generation; Counts counts; };
-struct Ready { Header h; std::uint64_t generation; };
-struct Want { Header h; std::uint64_t seq, want, own; Counts counts; };
+struct Release {
+  Header h;
+  std::uint64_t generation;
+  Counts counts;
+};
+struct Ready {
+  Header h;
+  std::uint64_t generation;
+};
+struct Want {
+  Header h;
+  std::uint64_t seq, want, own;
+  Counts counts;
+};
 // count pages given back, the fds among them attached; missing: pages of a Take that the client
 // cannot give now.
-struct Pages { Header h; std::uint32_t count, missing; std::uint64_t want; Counts counts; };
-struct Cancel { Header h; std::uint64_t seq; };
-struct Status { Header h; };
+struct Pages {
+  Header h;
+  std::uint32_t count, missing;
+  std::uint64_t want;
+  Counts counts;
+};
+struct Cancel {
+  Header h;
+  std::uint64_t seq;
+};
+struct Status {
+  Header h;
+};
 
-struct Welcome { Header h; std::uint32_t version, client; std::uint64_t budget; };
-struct ErrorText { Header h; std::uint32_t code, reserved; char text[512]; };
-struct Grant { Header h; std::uint64_t seq, generation; };
-struct Recall { Header h; std::uint64_t generation; };
-struct Take { Header h; std::uint32_t count, reserved; };
-struct Give { Header h; std::uint32_t count, reserved; };
-struct Deny { Header h; std::uint64_t seq, need, budget; std::uint32_t code, reserved; char text[512]; };
+struct Welcome {
+  Header h;
+  std::uint32_t version, client;
+  std::uint64_t budget;
+};
+struct ErrorText {
+  Header h;
+  std::uint32_t code, reserved;
+  char text[512];
+};
+struct Grant {
+  Header h;
+  std::uint64_t seq, generation;
+};
+struct Recall {
+  Header h;
+  std::uint64_t generation;
+};
+struct Take {
+  Header h;
+  std::uint32_t count, reserved;
+};
+struct Give {
+  Header h;
+  std::uint32_t count, reserved;
+};
+struct Deny {
+  Header h;
+  std::uint64_t seq, need, budget;
+  std::uint32_t code, reserved;
+  char text[512];
+};
 #pragma pack(pop)
 
 enum ErrorCode : std::uint32_t {
-  kProtocol = 1, kVersionMismatch, kNameTaken, kNotAllowed, kDevice, kCapacity, kNoPages,
+  kProtocol = 1,
+  kVersionMismatch,
+  kNameTaken,
+  kNotAllowed,
+  kDevice,
+  kCapacity,
+  kNoPages,
 };
 
-struct Layout { const char* name; std::uint16_t type; std::size_t size; };
+struct Layout {
+  const char* name;
+  std::uint16_t type;
+  std::size_t size;
+};
 std::vector<Layout> layout();
 
 template <class M>

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__file__: str
 __all__: list[str] = ['Agent', 'Block', 'Device', 'Region', 'SwapSpan', 'device_count', 'driver_version', 'load_driver', 'torch_enter', 'torch_last_error', 'torch_leave', 'wire_layout']
 class Device:
     """

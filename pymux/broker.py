@@ -373,7 +373,12 @@ class Broker:
                 self._send(
                     peer,
                     wire.encode(
-                        "deny", seq=action.seq, need=action.need, budget=action.budget, code=code, text=action.text
+                        "deny",
+                        seq=action.seq,
+                        need=action.need,
+                        budget=action.budget,
+                        code=code,
+                        text=action.text,
                     ),
                 )
                 log.warning("%s: %s", peer, action.text)

@@ -33,7 +33,13 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--linger", type=float, default=30.0, show_default=True, help="Seconds without clients before it ends; 0: never.")
+@click.option(
+    "--linger",
+    type=float,
+    default=30.0,
+    show_default=True,
+    help="Seconds without clients before it ends; 0: never.",
+)
 @click.option("--background", is_flag=True, help="Return at once and serve in the background, logging to a file.")
 @click.option("--driver", default=None, help="Path of the driver library whose NVML to ask.")
 @click.option("--stop", is_flag=True, help="Stop the broker that runs.")
@@ -60,7 +66,12 @@ def broker(*, linger: float, background: bool, driver: str | None, stop: bool, v
     logging.getLogger("pymux").addHandler(handler)
     logging.getLogger("pymux").setLevel(logging.INFO if verbose or background else logging.WARNING)
     try:
-        serve(settings.runtime_dir, driver or _core.load_driver(settings.driver), capacity=settings.capacity, linger=linger or None)
+        serve(
+            settings.runtime_dir,
+            driver or _core.load_driver(settings.driver),
+            capacity=settings.capacity,
+            linger=linger or None,
+        )
     except AlreadyRunning:
         if not background:
             raise
@@ -87,7 +98,9 @@ def status(*, as_json: bool) -> None:
         mib = d["page_size"] / 2**20
         lease = d["lease"]
         holder = (
-            f"{lease['job']} in {lease['phase'] or '?'} ({lease['state']}, {lease['seconds']:.1f} s)" if lease else "nobody"
+            f"{lease['job']} in {lease['phase'] or '?'} ({lease['state']}, {lease['seconds']:.1f} s)"
+            if lease
+            else "nobody"
         )
         console.print(f"[bold]{d['uuid']}[/bold]  {d['budget_pages'] * mib:.0f} MiB for regions, "
                       f"{d['free_pages'] * mib:.0f} free  held by {holder}")  # fmt: skip
@@ -128,14 +141,29 @@ def doctor(*, as_json: bool) -> None:
 @click.option("--steps", type=click.IntRange(1), default=None, help="Training steps of each job.")
 @click.option("--capacity", default=None, help="Memory of the simulated device, such as 416M.")
 @click.option("--device", type=int, default=0, show_default=True, help="Ordinal of the device.")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), default=None, help="Also write report.json here.")
-@click.option("--output", type=click.Path(file_okay=False, path_type=Path), default=Path("pymux-demo"), show_default=True)
-def demo(*, jobs: int, steps: int | None, capacity: str | None, device: int, json_path: Path | None, output: Path) -> None:
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=None,
+    help="Also write report.json here.",
+)
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("pymux-demo"),
+    show_default=True,
+)
+def demo(
+    *, jobs: int, steps: int | None, capacity: str | None, device: int, json_path: Path | None, output: Path
+) -> None:
     """Run real GRPO jobs one after the other, with snapshots, and with pymux; compare."""
     try:
         from pymux.demo.run import run
     except ImportError as e:
-        raise click.ClickException(f"the demo needs torch and matplotlib: pip install 'pymux-cuda[torch,plot]' ({e})") from e
+        raise click.ClickException(
+            f"the demo needs torch and matplotlib: pip install 'pymux-cuda[torch,plot]' ({e})"
+        ) from e
     ok = run(jobs=jobs, steps=steps, capacity=capacity, device=device, json_path=json_path, output=output)
     if not ok:
         sys.exit(1)

@@ -25,7 +25,9 @@ def parse_size(text: str) -> int:
     try:
         value = float(number) * _SUFFIXES[word[len(number) :].removesuffix("b") or ""]
     except (ValueError, KeyError):
-        raise ConfigError(f"{text!r} is not a size; write bytes or a number with K, M, G or T, such as '512M'.") from None
+        raise ConfigError(
+            f"{text!r} is not a size; write bytes or a number with K, M, G or T, such as '512M'."
+        ) from None
     if value <= 0:
         raise ConfigError(f"{text!r} is not a positive size.")
     return int(value)

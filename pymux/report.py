@@ -41,7 +41,13 @@ def timeline(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Non
     from matplotlib import pyplot as plt  # noqa: PLC0415
     from matplotlib.patches import Patch  # noqa: PLC0415
 
-    colours = {"rollout": "#4c78a8", "train": "#f58518", "other": "#9d755d", "wait": "#d9d9d9", "swap": "#e45756"}
+    colours = {
+        "rollout": "#4c78a8",
+        "train": "#f58518",
+        "other": "#9d755d",
+        "wait": "#d9d9d9",
+        "swap": "#e45756",
+    }
     longest = max(max(r["finished"] for r in rs) - min(r["started"] for r in rs) for rs in runs.values())
     figure, axes = plt.subplots(len(runs), 1, figsize=(13, 1.1 + 1.25 * len(runs)), squeeze=False, sharex=True)
     for axis, (name, results) in zip(axes[:, 0], runs.items(), strict=True):
@@ -62,7 +68,13 @@ def timeline(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Non
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
     axes[-1, 0].set_xlabel("seconds")
-    labels = {"rollout": "rollout", "train": "train", "other": "set-up", "wait": "waits for the device", "swap": "swaps"}
+    labels = {
+        "rollout": "rollout",
+        "train": "train",
+        "other": "set-up",
+        "wait": "waits for the device",
+        "swap": "swaps",
+    }
     figure.legend(
         handles=[Patch(color=colours[k], label=v) for k, v in labels.items()],
         loc="upper right", ncols=len(labels), fontsize=8, frameon=False,

@@ -395,4 +395,3 @@ class Scheduler:
         out: list[Action] = list(plan.actions)
         out += [self._denial(c, capacity=False) for c in plan.short if c in spared]
         return out
-

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 
@@ -54,7 +55,7 @@ def handoffs(traces: Mapping[str, Mapping[str, Any]]) -> list[Handoff]:
         bodies += [(b, e, a, job) for (b, e), a in zip(phases(trace), asked, strict=False)]
     bodies.sort()
     out = []
-    for (_, end, _, before), (begin, _, asked_at, after) in zip(bodies, bodies[1:], strict=False):
+    for (_, end, _, before), (begin, _, asked_at, after) in pairwise(bodies):
         if before != after:
             out.append(Handoff(before=before, after=after, begin=min(max(end, asked_at), begin), end=begin))
     return out

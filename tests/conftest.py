@@ -105,12 +105,15 @@ class Node:
                 pipe.close()
             p.wait()
         subprocess.run(
-            [sys.executable, "-m", "pymux.cli", "broker", "--stop"], env=self.env, capture_output=True, check=False
+            [sys.executable, "-m", "pymux.cli", "broker", "--stop"],
+            env=self.env,
+            capture_output=True,
+            check=False,
         )
         shutil.rmtree(self.home, ignore_errors=True)
 
 
-HELPERS = '''
+HELPERS = """
 import ctypes, os, sys, time, json
 import pymux
 MIB = 1 << 20
@@ -122,7 +125,7 @@ def fill(block, byte):
 def check(block, byte):
     got = ctypes.string_at(block.ptr, block.size)
     assert got == bytes([byte]) * block.size, f"contents differ: {got[:8]!r}"
-'''
+"""
 
 
 @pytest.fixture

@@ -10,17 +10,18 @@ def make():
     """Return the text of _core.pyi."""
     with tempfile.TemporaryDirectory() as directory:
         subprocess.run(
-            [sys.executable, "-m", "pybind11_stubgen", "pymux._core", "-o", directory], check=True, capture_output=True
+            [sys.executable, "-m", "pybind11_stubgen", "pymux._core", "-o", directory],
+            check=True,
+            capture_output=True,
         )
         text = (Path(directory) / "pymux" / "_core.pyi").read_text()
     text = text.replace("def stats(self) -> dict:", "def stats(self) -> dict[str, typing.Any]:")
     # pybind11's buffer protocol, which the generator does not see.
-    text = text.replace(
-        "    A live block of a region's memory.\n    \"\"\"\n",
-        "    A live block of a region's memory.\n    \"\"\"\n"
+    return text.replace(
+        '    A live block of a region\'s memory.\n    """\n',
+        '    A live block of a region\'s memory.\n    """\n'
         "    def __buffer__(self, flags: int) -> memoryview:\n        ...\n",
     )
-    return text.replace("__all__: list[str]", "__file__: str\n__all__: list[str]")
 
 
 if __name__ == "__main__":

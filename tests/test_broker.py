@@ -25,7 +25,7 @@ UUID = bytes(range(16))
 class FakeNvml:
     used = 0
 
-    def memory(self, device):
+    def memory(self, device):  # noqa: ARG002
         return Memory(total=16 * PAGE, used=self.used)
 
 
@@ -54,7 +54,14 @@ class Peer:
         return (*wire.decode(packet), fds) if packet else None
 
     def hello(self, job="j", client="main", **kw):
-        fields = {"version": wire.VERSION, "pid": 1, "world": 1, "page_size": PAGE, "uuid": UUID, "group": client}
+        fields = {
+            "version": wire.VERSION,
+            "pid": 1,
+            "world": 1,
+            "page_size": PAGE,
+            "uuid": UUID,
+            "group": client,
+        }
         self.send("hello", job=job, client=client, **{**fields, **kw})
         return self.receive()
 
@@ -237,7 +244,7 @@ def test_a_client_that_floods_and_does_not_read_is_dropped_alone(peer):
 
 def test_stop_ends_the_broker_and_status_says_there_is_none(node):
     job(node, "a", 1, pages=2).kill()
-    run = lambda *a: subprocess.run(  # noqa: E731
+    run = lambda *a: subprocess.run(
         [sys.executable, "-m", "pymux.cli", *a], env=node.env, capture_output=True, text=True, check=False
     )
     shown = run("status")

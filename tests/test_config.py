@@ -8,7 +8,15 @@ from pymux.errors import ConfigError
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("4096", 4096), ("2M", 2 << 20), ("2 MiB", 2 << 20), ("1.5g", 3 << 29), ("32mb", 32 << 20), ("1KiB", 1024), ("7b", 7)],
+    [
+        ("4096", 4096),
+        ("2M", 2 << 20),
+        ("2 MiB", 2 << 20),
+        ("1.5g", 3 << 29),
+        ("32mb", 32 << 20),
+        ("1KiB", 1024),
+        ("7b", 7),
+    ],
 )
 def test_sizes_are_read_as_people_write_them(text, size):
     assert parse_size(text) == size

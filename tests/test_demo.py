@@ -29,7 +29,11 @@ def test_right_answers_score_one_and_nonsense_little(kind):
         assert tasks.decode(tasks.encode(t.prompt)) == t.prompt
         right = ANSWERS[kind](t.prompt)
         assert len(right) == t.length
-        assert sandbox.score([(t.check, right), (t.check, "+"), (t.check, "")], latency=0) == [pytest.approx(1), 0, 0]
+        assert sandbox.score([(t.check, right), (t.check, "+"), (t.check, "")], latency=0) == [
+            pytest.approx(1),
+            0,
+            0,
+        ]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,17 @@ def test_generation_with_the_cache_agrees_with_the_full_pass():
 
 
 def test_the_demo_runs_three_ways_and_its_weights_agree(tmp_path):
-    args = ["demo", "--jobs", "2", "--steps", "1", "--output", str(tmp_path / "out"), "--json", str(tmp_path / "r.json")]
+    args = [
+        "demo",
+        "--jobs",
+        "2",
+        "--steps",
+        "1",
+        "--output",
+        str(tmp_path / "out"),
+        "--json",
+        str(tmp_path / "r.json"),
+    ]
     done = CliRunner().invoke(main, [*args, "--capacity", "200M"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "r.json").read_text())
@@ -87,7 +101,9 @@ def test_the_demo_runs_three_ways_and_its_weights_agree(tmp_path):
 
 
 def test_a_device_too_small_for_one_job_is_said_with_both_figures(tmp_path):
-    done = CliRunner().invoke(main, ["demo", "--jobs", "1", "--steps", "1", "--capacity", "64M", "--output", str(tmp_path)])
+    done = CliRunner().invoke(
+        main, ["demo", "--jobs", "1", "--steps", "1", "--capacity", "64M", "--output", str(tmp_path)]
+    )
     assert done.exit_code != 0
     assert "CapacityError" in done.output
     assert "the device has 64 MiB" in done.output

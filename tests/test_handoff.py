@@ -7,7 +7,7 @@ import time
 from tests.conftest import MIB, hear, say
 
 JOB = """
-name, byte, pages = sys.argv[1] if len(sys.argv) > 1 else os.environ["NAME"], int(os.environ["BYTE"]), int(os.environ["PAGES"])
+name, byte, pages = os.environ["NAME"], int(os.environ["BYTE"]), int(os.environ["PAGES"])
 mux = pymux.connect(name)
 region = mux.region("weights", on_evict=os.environ.get("ON_EVICT", "keep"))
 with mux.phase("init"):
@@ -148,7 +148,10 @@ say("back")
     )
     assert hear(busy) == "ready"
     say(busy)
-    other = node.start('mux = pymux.connect("other")\nr = mux.region("w")\nwith mux.phase("x"): b = r.allocate(16 * PAGE)\nsay("got it")')
+    other = node.start(
+        'mux = pymux.connect("other")\nr = mux.region("w")\n'
+        'with mux.phase("x"): b = r.allocate(16 * PAGE)\nsay("got it")'
+    )
     began = time.monotonic()
     assert hear(other) == "got it"
     assert time.monotonic() - began < 3.5, "the pages came only after the busy thread woke"

@@ -53,7 +53,7 @@ def test_environment_variables_of_pymux_are_read_in_one_place():
 def test_no_prints_outside_the_command_line_and_the_demo():
     for path in PACKAGE.rglob("*.py"):
         if path.name != "cli.py" and "demo" not in path.parts:
-            assert not re.search(r"^\s*print\(", path.read_text(), re.M), path
+            assert not re.search(r"^\s*print\(", path.read_text(), re.MULTILINE), path
 
 
 def test_nothing_but_the_driver_table_calls_the_driver_or_knows_the_simulator():

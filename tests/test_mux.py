@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -34,9 +35,8 @@ def test_a_phase_needs_regions_that_exist(mux):
 
 def test_a_phase_inside_a_phase_is_refused_and_the_outer_one_goes_on(mux):
     with mux.phase("outer"):
-        with pytest.raises(pymux.LeaseError, match="inside phase 'outer'"):
-            with mux.phase("inner"):
-                pass
+        with pytest.raises(pymux.LeaseError, match="inside phase 'outer'"), mux.phase("inner"):
+            pass
         assert mux.active
     assert not mux.active
 
@@ -47,9 +47,8 @@ def test_leaving_without_a_phase_is_an_error(mux):
 
 
 def test_an_exception_in_a_phase_ends_it(mux):
-    with pytest.raises(ZeroDivisionError):
-        with mux.phase("train"):
-            _ = 1 / 0
+    with pytest.raises(ZeroDivisionError), mux.phase("train"):
+        _ = 1 / 0
     with mux.phase("train"):
         pass
 
@@ -165,9 +164,8 @@ def test_evicting_twice_or_nothing_is_fine(mux):
 
 
 def test_evicting_inside_a_phase_is_refused(mux):
-    with mux.phase("x"):
-        with pytest.raises(pymux.LeaseError):
-            mux.evict()
+    with mux.phase("x"), pytest.raises(pymux.LeaseError):
+        mux.evict()
 
 
 def test_idle_lends_the_device_out_and_gets_it_back(node_factory):
@@ -187,7 +185,9 @@ with mux.phase("long") as lease:
 """
     )
     assert hear(a) == "in"
-    b = node.start('mux = pymux.connect("b")\nr = mux.region("w")\nwith mux.phase("p"): b = r.allocate(16 * PAGE)\nsay("ran")')
+    b = node.start(
+        'mux = pymux.connect("b")\nr = mux.region("w")\nwith mux.phase("p"): b = r.allocate(16 * PAGE)\nsay("ran")'
+    )
     node.until(lambda s: s["queue"])
     say(a)
     assert hear(a) == "idle"
@@ -341,9 +341,8 @@ except pymux.CapacityError as e: say(e)
 def test_a_closed_mux_says_so(mux):
     mux.close()
     mux.close()
-    with pytest.raises(pymux.LeaseError, match="closed"):
-        with mux.phase("x"):
-            pass
+    with pytest.raises(pymux.LeaseError, match="closed"), mux.phase("x"):
+        pass
     assert mux.stats()["phase"] == "closed"
 
 
@@ -443,7 +442,8 @@ def test_threads_may_allocate_at_the_same_time(mux):
     blocks = []
     with mux.phase("x"):
         threads = [
-            threading.Thread(target=lambda: blocks.extend(region.allocate(300_000) for _ in range(10))) for _ in range(4)
+            threading.Thread(target=lambda: blocks.extend(region.allocate(300_000) for _ in range(10)))
+            for _ in range(4)
         ]
         for t in threads:
             t.start()
@@ -451,7 +451,7 @@ def test_threads_may_allocate_at_the_same_time(mux):
             t.join()
     spans = sorted((b.ptr, b.ptr + b.size) for b in blocks)
     assert len(spans) == 40
-    assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in pairwise(spans))
 
 
 def test_leaving_waits_for_device_work_on_every_stream(mux, cuda, context):
@@ -497,10 +497,9 @@ def test_time_in_a_phase_is_not_lost_to_waiting_threads(mux):
 
     t = threading.Thread(target=tick)
     t.start()
-    with pymux.connect("holder") as other, other.phase("x"):
-        with pytest.raises(pymux.AcquireTimeout):
-            with mux.phase("y", timeout=0.3):
-                pass
+    with pymux.connect("holder") as other, other.phase("x"), pytest.raises(pymux.AcquireTimeout):
+        with mux.phase("y", timeout=0.3):
+            pass
     stop.set()
     t.join()
     assert len(ticks) > 50
@@ -528,7 +527,8 @@ def test_a_library_that_is_no_driver_names_the_missing_function(node):
     import ctypes.util
 
     out = node.run(
-        'try: pymux.connect("a")\nexcept pymux.DriverError as e: say(e)', PYMUX_DRIVER=ctypes.util.find_library("c")
+        'try: pymux.connect("a")\nexcept pymux.DriverError as e: say(e)',
+        PYMUX_DRIVER=ctypes.util.find_library("c"),
     )
     assert "no function cuInit" in out
 

@@ -314,7 +314,7 @@ class Sharing(RuleBasedStateMachine):
                 self.active.add(c)
                 self.do(Ready(client=c, generation=self.leases[c]))
         if self.active and data.draw(st.booleans()):
-            self.release(sorted(self.active)[0])
+            self.release(min(self.active))
 
     @rule(data=st.data())
     def give_back(self, data):

@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("pybind11_stubgen", reason="the package pybind11-stubgen is not installed")
 
-from tests.conftest import ROOT  # noqa: E402
-from tests.make_stub import make  # noqa: E402
+from tests.conftest import ROOT
+from tests.make_stub import make
 
 
 def test_the_stub_has_not_drifted():

@@ -27,7 +27,10 @@ def test_a_handoff_lasts_from_the_later_of_end_and_request_to_the_next_body():
         "b": trace(("wait", 2, 4.5), ("phase", 4.5, 6)),
         "c": trace(("wait", 8, 8.25), ("phase", 8.25, 9)),
     }
-    assert [(h.before, h.after, h.seconds) for h in telemetry.handoffs(traces)] == [("a", "b", 0.5), ("b", "c", 0.25)]
+    assert [(h.before, h.after, h.seconds) for h in telemetry.handoffs(traces)] == [
+        ("a", "b", 0.5),
+        ("b", "c", 0.25),
+    ]
 
 
 def test_going_on_alone_is_no_handoff():

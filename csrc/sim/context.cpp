@@ -130,44 +130,54 @@ SIM_API CUresult CUDAAPI cuDriverGetVersion(int* version) {
   return CUDA_SUCCESS;
 }
 
-#define SIM_ERRORS(X)                                                                      \
-  X(CUDA_SUCCESS, "no error")                                                              \
-  X(CUDA_ERROR_INVALID_VALUE, "invalid argument")                                          \
-  X(CUDA_ERROR_OUT_OF_MEMORY, "out of memory")                                             \
-  X(CUDA_ERROR_NOT_INITIALIZED, "initialization error")                                    \
-  X(CUDA_ERROR_DEINITIALIZED, "driver shutting down")                                      \
-  X(CUDA_ERROR_NO_DEVICE, "no CUDA-capable device is detected")                            \
-  X(CUDA_ERROR_INVALID_DEVICE, "invalid device ordinal")                                   \
-  X(CUDA_ERROR_INVALID_CONTEXT, "invalid device context")                                  \
-  X(CUDA_ERROR_OPERATING_SYSTEM, "OS call failed or operation not supported on this OS")   \
-  X(CUDA_ERROR_INVALID_HANDLE, "invalid resource handle")                                  \
-  X(CUDA_ERROR_NOT_FOUND, "named symbol not found")                                        \
-  X(CUDA_ERROR_NOT_READY, "device not ready")                                              \
-  X(CUDA_ERROR_ILLEGAL_ADDRESS, "an illegal memory access was encountered")                \
-  X(CUDA_ERROR_LAUNCH_FAILED, "unspecified launch failure")                                \
+#define SIM_ERRORS(X)                                                                                         \
+  X(CUDA_SUCCESS, "no error")                                                                                 \
+  X(CUDA_ERROR_INVALID_VALUE, "invalid argument")                                                             \
+  X(CUDA_ERROR_OUT_OF_MEMORY, "out of memory")                                                                \
+  X(CUDA_ERROR_NOT_INITIALIZED, "initialization error")                                                       \
+  X(CUDA_ERROR_DEINITIALIZED, "driver shutting down")                                                         \
+  X(CUDA_ERROR_NO_DEVICE, "no CUDA-capable device is detected")                                               \
+  X(CUDA_ERROR_INVALID_DEVICE, "invalid device ordinal")                                                      \
+  X(CUDA_ERROR_INVALID_CONTEXT, "invalid device context")                                                     \
+  X(CUDA_ERROR_OPERATING_SYSTEM, "OS call failed or operation not supported on this OS")                      \
+  X(CUDA_ERROR_INVALID_HANDLE, "invalid resource handle")                                                     \
+  X(CUDA_ERROR_NOT_FOUND, "named symbol not found")                                                           \
+  X(CUDA_ERROR_NOT_READY, "device not ready")                                                                 \
+  X(CUDA_ERROR_ILLEGAL_ADDRESS, "an illegal memory access was encountered")                                   \
+  X(CUDA_ERROR_LAUNCH_FAILED, "unspecified launch failure")                                                   \
   X(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED, "part or all of the requested memory range is already mapped") \
-  X(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED, "pointer does not correspond to a registered memory region")      \
-  X(CUDA_ERROR_NOT_PERMITTED, "operation not permitted")                                   \
-  X(CUDA_ERROR_NOT_SUPPORTED, "operation not supported")                                   \
+  X(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED, "pointer does not correspond to a registered memory region")       \
+  X(CUDA_ERROR_NOT_PERMITTED, "operation not permitted")                                                      \
+  X(CUDA_ERROR_NOT_SUPPORTED, "operation not supported")                                                      \
   X(CUDA_ERROR_UNKNOWN, "unknown error")
 
 SIM_API CUresult CUDAAPI cuGetErrorName(CUresult error, const char** text) {
   if (!text) return CUDA_ERROR_INVALID_VALUE;
   switch (error) {
-#define X(code, words) case code: *text = #code; return CUDA_SUCCESS;
+#define X(code, words) \
+  case code:           \
+    *text = #code;     \
+    return CUDA_SUCCESS;
     SIM_ERRORS(X)
 #undef X
-    default: *text = nullptr; return CUDA_ERROR_INVALID_VALUE;
+    default:
+      *text = nullptr;
+      return CUDA_ERROR_INVALID_VALUE;
   }
 }
 
 SIM_API CUresult CUDAAPI cuGetErrorString(CUresult error, const char** text) {
   if (!text) return CUDA_ERROR_INVALID_VALUE;
   switch (error) {
-#define X(code, words) case code: *text = words; return CUDA_SUCCESS;
+#define X(code, words) \
+  case code:           \
+    *text = words;     \
+    return CUDA_SUCCESS;
     SIM_ERRORS(X)
 #undef X
-    default: *text = nullptr; return CUDA_ERROR_INVALID_VALUE;
+    default:
+      *text = nullptr;
+      return CUDA_ERROR_INVALID_VALUE;
   }
 }
 
@@ -231,10 +241,18 @@ SIM_API CUresult CUDAAPI cuDeviceGetAttribute(int* value, CUdevice_attribute att
     case CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED:
     case CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED:
     case CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY:
-    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *value = 1; break;
-    case CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT: *value = 2; break;
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = 9; break;
-    case CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID: *value = 0; break;
+    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
+      *value = 1;
+      break;
+    case CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT:
+      *value = 2;
+      break;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
+      *value = 9;
+      break;
+    case CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID:
+      *value = 0;
+      break;
     default:
       if (attribute <= 0 || attribute >= CU_DEVICE_ATTRIBUTE_MAX) return CUDA_ERROR_INVALID_VALUE;
       *value = 0;

@@ -47,7 +47,6 @@ auto containing(M& map, typename M::key_type at) {
   return it == map.begin() ? map.end() : std::prev(it);
 }
 
-
 template <class M>
 bool overlaps(M& map, typename M::key_type at, std::size_t size) {
   auto it = map.lower_bound(at + size);
@@ -148,7 +147,8 @@ SIM_API CUresult CUDAAPI cuMemAddressReserve(CUdeviceptr* ptr, size_t size, size
                                              unsigned long long flags) {
   SIM_ENTER("cuMemAddressReserve", kInit);
   (void)hint;
-  if (!ptr || size == 0 || !granular(size) || flags != 0 || (alignment & (alignment - 1))) return CUDA_ERROR_INVALID_VALUE;
+  if (!ptr || size == 0 || !granular(size) || flags != 0 || (alignment & (alignment - 1)))
+    return CUDA_ERROR_INVALID_VALUE;
   const std::size_t align = std::max(alignment, kGranularity);
   void* raw = mmap(nullptr, size + align, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
@@ -167,7 +167,8 @@ SIM_API CUresult CUDAAPI cuMemAddressFree(CUdeviceptr ptr, size_t size) {
   std::lock_guard lock(mapping_lock());
   auto& t = tables();
   auto it = t.reservations.find(ptr);
-  if (it == t.reservations.end() || it->second != size || overlaps(t.mappings, ptr, size)) return CUDA_ERROR_INVALID_VALUE;
+  if (it == t.reservations.end() || it->second != size || overlaps(t.mappings, ptr, size))
+    return CUDA_ERROR_INVALID_VALUE;
   t.reservations.erase(it);
   munmap(addr(ptr), size);
   return CUDA_SUCCESS;

@@ -53,10 +53,20 @@ std::uint64_t parse_size(const std::string& text) {
   char* end = nullptr;
   double v = std::strtod(text.c_str(), &end);
   switch (*end) {
-    case 'k': case 'K': v *= 1024.0; break;
-    case 'm': case 'M': v *= 1048576.0; break;
-    case 'g': case 'G': v *= 1073741824.0; break;
-    default: break;
+    case 'k':
+    case 'K':
+      v *= 1024.0;
+      break;
+    case 'm':
+    case 'M':
+      v *= 1048576.0;
+      break;
+    case 'g':
+    case 'G':
+      v *= 1073741824.0;
+      break;
+    default:
+      break;
   }
   return v > 0 ? static_cast<std::uint64_t>(v) : 0;
 }
@@ -149,8 +159,7 @@ bool open_device(Device& dev) {
 CUresult open_node() {
   std::lock_guard lock(node_mutex);
   if (node_devices) return CUDA_SUCCESS;
-  std::string root =
-      env("PYMUX_SIM_DIR", "/dev/shm/pymux-sim-" + std::to_string(static_cast<unsigned>(getuid())));
+  std::string root = env("PYMUX_SIM_DIR", "/dev/shm/pymux-sim-" + std::to_string(static_cast<unsigned>(getuid())));
   if (mkdir(root.c_str(), 0700) != 0 && errno != EEXIST) return CUDA_ERROR_OPERATING_SYSTEM;
   int count = std::atoi(env("PYMUX_SIM_DEVICES", "1").c_str());
   if (count < 0 || count > kMaxDevices) return CUDA_ERROR_INVALID_VALUE;
@@ -174,16 +183,13 @@ std::uint64_t used_bytes(Device& dev) {
   return reap_locked(dev);
 }
 
-CUresult create_physical(Device& dev, std::size_t size, bool exportable,
-                         std::shared_ptr<Physical>* out) {
+CUresult create_physical(Device& dev, std::size_t size, bool exportable, std::shared_ptr<Physical>* out) {
   auto phys = std::make_shared<Physical>();
   {
     DirLock lock(dev.dir);
     const std::uint64_t capacity = dev.control->capacity;
-    if (listed_bytes(dev) + size > capacity && reap_locked(dev) + size > capacity)
-      return CUDA_ERROR_OUT_OF_MEMORY;
-    phys->path = dev.dir + "/p-" + std::to_string(dev.control->sequence.fetch_add(1)) + "-" +
-                 std::to_string(size);
+    if (listed_bytes(dev) + size > capacity && reap_locked(dev) + size > capacity) return CUDA_ERROR_OUT_OF_MEMORY;
+    phys->path = dev.dir + "/p-" + std::to_string(dev.control->sequence.fetch_add(1)) + "-" + std::to_string(size);
     phys->fd = open(phys->path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (phys->fd < 0) return CUDA_ERROR_OPERATING_SYSTEM;
     phys->dev = &dev;

@@ -26,9 +26,8 @@ std::atomic<int> initialized{0};
 
 std::string uuid_text(const unsigned char* b) {
   char text[48];
-  std::snprintf(text, sizeof text,
-                "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", b[0], b[1], b[2], b[3],
-                b[4], b[5], b[6], b[7], b[8], b[9], b[10], b[11], b[12], b[13], b[14], b[15]);
+  std::snprintf(text, sizeof text, "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", b[0],
+                b[1], b[2], b[3], b[4], b[5], b[6], b[7], b[8], b[9], b[10], b[11], b[12], b[13], b[14], b[15]);
   return text;
 }
 
@@ -56,11 +55,16 @@ SIM_API nvmlReturn_t nvmlShutdown() {
 
 SIM_API const char* nvmlErrorString(nvmlReturn_t r) {
   switch (r) {
-    case kSuccess: return "The operation was successful";
-    case kUninitialized: return "NVML was not first initialized with nvmlInit()";
-    case kInvalidArgument: return "A supplied argument is invalid";
-    case kNotFound: return "A query to find an object was unsuccessful";
-    default: return "An internal driver error occurred";
+    case kSuccess:
+      return "The operation was successful";
+    case kUninitialized:
+      return "NVML was not first initialized with nvmlInit()";
+    case kInvalidArgument:
+      return "A supplied argument is invalid";
+    case kNotFound:
+      return "A query to find an object was unsuccessful";
+    default:
+      return "An internal driver error occurred";
   }
 }
 

@@ -39,9 +39,9 @@ enum Needs : unsigned { kNothing = 0, kInit = 1, kContext = 3 };
 CUresult enter(const char* call, unsigned needs);
 void set_sticky(CUresult code);
 
-#define SIM_ENTER(call, needs)                                        \
-  do {                                                                \
-    if (CUresult sim_r = ::sim::enter(call, needs)) return sim_r;     \
+#define SIM_ENTER(call, needs)                                    \
+  do {                                                            \
+    if (CUresult sim_r = ::sim::enter(call, needs)) return sim_r; \
   } while (0)
 
 // ---- the node: devices shared by processes -------------------------------------------------
@@ -64,7 +64,7 @@ struct Device {
   Control* control = nullptr;
 };
 
-CUresult open_node();                  // idempotent; called by cuInit and nvmlInit
+CUresult open_node();  // idempotent; called by cuInit and nvmlInit
 int device_count();
 Device& device(int ordinal);
 std::uint64_t used_bytes(Device& dev);  // after dropping what dead processes left
@@ -81,8 +81,7 @@ struct Physical {
   Physical& operator=(const Physical&) = delete;
   ~Physical();
 };
-CUresult create_physical(Device& dev, std::size_t size, bool exportable,
-                         std::shared_ptr<Physical>* out);
+CUresult create_physical(Device& dev, std::size_t size, bool exportable, std::shared_ptr<Physical>* out);
 CUresult adopt_physical(int fd, std::shared_ptr<Physical>* out);
 
 // ---- contexts ------------------------------------------------------------------------------

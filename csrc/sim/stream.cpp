@@ -18,10 +18,10 @@
 namespace sim {
 namespace {
 
-constexpr std::size_t kPiece = 1u << 20;       // bytes that a copy moves before others get a turn
-constexpr double kMemcpyRate = 10e9;           // about what this takes from the end of a sleep
-constexpr std::int64_t kCatchUp = 5'000'000;   // ns a late thread may run ahead to make good
-constexpr int kLowest = 0, kGreatest = -5;     // as cuCtxGetStreamPriorityRange says on GPUs
+constexpr std::size_t kPiece = 1u << 20;      // bytes that a copy moves before others get a turn
+constexpr double kMemcpyRate = 10e9;          // about what this takes from the end of a sleep
+constexpr std::int64_t kCatchUp = 5'000'000;  // ns a late thread may run ahead to make good
+constexpr int kLowest = 0, kGreatest = -5;    // as cuCtxGetStreamPriorityRange says on GPUs
 
 std::mutex table_mutex;  // guards streams and events
 std::map<CUstream, std::shared_ptr<Stream>>& streams() {
@@ -123,8 +123,8 @@ bool move_bytes(void* dst, const void* src, std::size_t n, CUdeviceptr check_a, 
   return true;
 }
 
-void link_copy(Control& control, Direction d, int priority, double slow, char* dst, const char* src,
-               std::size_t n, CUdeviceptr dev_ptr, std::int64_t* clock) {
+void link_copy(Control& control, Direction d, int priority, double slow, char* dst, const char* src, std::size_t n,
+               CUdeviceptr dev_ptr, std::int64_t* clock) {
   Engine& e = engine(d);
   {
     std::lock_guard lock(e.m);
@@ -446,8 +446,7 @@ SIM_API CUresult CUDAAPI cuIpcGetEventHandle(CUipcEventHandle* out, CUevent hand
   if (!out || !e->ipc) return CUDA_ERROR_INVALID_VALUE;
   std::memset(out->reserved, 0, sizeof out->reserved);
   // "e-<n>" within the device's directory, and the device.
-  std::string name = std::to_string(current_device()->ordinal) + " " +
-                     e->ipc_name.substr(e->ipc_name.rfind('/') + 1);
+  std::string name = std::to_string(current_device()->ordinal) + " " + e->ipc_name.substr(e->ipc_name.rfind('/') + 1);
   if (name.size() >= sizeof out->reserved) return CUDA_ERROR_INVALID_VALUE;
   std::memcpy(out->reserved, name.data(), name.size());
   return CUDA_SUCCESS;

@@ -85,7 +85,9 @@ class Transformer(nn.Module):
         return [torch.zeros(size, device=self.head.weight.device) for _ in range(s.layers)]
 
 
-def generate(model: Transformer, prompts: Tensor, cache: list[Tensor], steps: int, generator: torch.Generator) -> Tensor:
+def generate(
+    model: Transformer, prompts: Tensor, cache: list[Tensor], steps: int, generator: torch.Generator
+) -> Tensor:
     """Sample continuations.
 
     Args:

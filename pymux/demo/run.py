@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,7 +44,9 @@ class DemoError(PymuxError):
 class _Job:
     """A job's process, and the lines it prints."""
 
-    def __init__(self, cfg: Config, env: Mapping[str, str], lines: queue.Queue[tuple[str, dict[str, Any] | None]]) -> None:
+    def __init__(
+        self, cfg: Config, env: Mapping[str, str], lines: queue.Queue[tuple[str, dict[str, Any] | None]]
+    ) -> None:
         self.config = cfg
         self.log = Path(cfg.result).with_suffix(".log")
         with self.log.open("wb") as log:
@@ -158,7 +160,7 @@ def run(
     return identical
 
 
-def _mean(groups: Any) -> float:
+def _mean(groups: Iterable[Iterable[float]]) -> float:
     values = [v for g in groups for v in g]
     return sum(values) / len(values)
 
@@ -184,7 +186,13 @@ def _run_mode(
         for i in range(jobs):
             name = f"{tasks.KINDS[i % len(tasks.KINDS)].__name__}-{i}"
             cfg = Config(
-                name=name, kind=i, seed=i, steps=steps, device=device, swap=swap, result=str(scratch / f"{name}.json")
+                name=name,
+                kind=i,
+                seed=i,
+                steps=steps,
+                device=device,
+                swap=swap,
+                result=str(scratch / f"{name}.json"),
             )
             running.append(_Job(cfg, env, lines))
             bars[name] = progress.add_task(f"{mode:>10}  {name}", total=steps, reward="", start=False)
@@ -222,5 +230,9 @@ def _run_mode(
 def _stop_broker(runtime_dir: Path) -> None:
     env = {**os.environ, "PYMUX_RUNTIME_DIR": str(runtime_dir)}
     subprocess.run(
-        [sys.executable, "-m", "pymux.cli", "broker", "--stop"], env=env, capture_output=True, check=False, timeout=30
+        [sys.executable, "-m", "pymux.cli", "broker", "--stop"],
+        env=env,
+        capture_output=True,
+        check=False,
+        timeout=30,
     )

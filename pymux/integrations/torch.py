@@ -125,7 +125,8 @@ class Integration:
         if self.device.type == "cpu":
             return 0
         inside = sum(r["live_bytes"] for r in self._mux.stats()["regions"].values())
-        return max(0, torch.cuda.memory_reserved(self.device) - inside)
+        reserved: int = torch.cuda.memory_reserved(self.device)
+        return max(0, reserved - int(inside))
 
     # ---- moving tensors ------------------------------------------------------------------------
 
@@ -266,7 +267,7 @@ def _cpu_storage(region: Region, nbytes: int) -> torch.UntypedStorage:
 
 
 def _cuda_ordinal(uuid: bytes) -> int | None:
-    """torch's ordinal of the device with this UUID, which CUDA_VISIBLE_DEVICES may have renumbered."""
+    """Torch's ordinal of the device with this UUID, which CUDA_VISIBLE_DEVICES may have renumbered."""
     if not torch.cuda.is_available():
         return None
     for i in range(torch.cuda.device_count()):
