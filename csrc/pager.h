@@ -31,8 +31,8 @@ double now_seconds();
 
 class Pager {
  public:
-  static constexpr std::size_t kDepth = 4;  // pages in flight each way
-  static constexpr std::size_t kRun = 8;    // pages mapped by one set-access call
+  static constexpr std::size_t kDepth = 4;  // pages in flight on their way out
+  static constexpr std::size_t kRun = 8;    // pages mapped by one set-access call; two runs more are in flight
 
   Pager(const Device& device, Backing& backing, std::mutex& table_mutex);
 
@@ -50,7 +50,7 @@ class Pager {
   // Starts bringing in a run of adjacent pages of one region with these physical pages. On an
   // error nothing changed and `physical` is whole again.
   void begin_in(const std::vector<PageRef>& run, std::vector<Page>& physical);
-  bool in_full() const { return in_.size() >= kDepth + kRun; }
+  bool in_full() const { return in_.size() >= 2 * kRun; }
   bool in_empty() const { return in_.empty(); }
   bool in_ready() const;
   // Waits for the oldest page coming in; it is resident afterwards. On an error its state is as

@@ -279,6 +279,9 @@ class Broker:
             return
         if not peer.joined:
             raise ProtocolError(f"message {name} before hello")
+        if name in {"acquire", "want"} and m["want"] > self._scheduler.banks[peer.device].budget + m["own"]:
+            # About to be refused: by what others use now, not by what they used a while ago.
+            self._handle(Budget(device=peer.device, pages=self._budget(peer.device)), now)
         event: Event
         match name:
             case "acquire":

@@ -13,8 +13,8 @@ for kind in "${@:-address undefined thread}"; do
     cmake -S . -B "$build" -G Ninja -DPYMUX_SANITIZE="$one" -DCMAKE_BUILD_TYPE=RelWithDebInfo \
       -DPython_EXECUTABLE="$python" -Dpybind11_DIR="$("$python" -m pybind11 --cmakedir)" \
       -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$PWD/$lib/pymux" >"$build/log"
-    cmake --build "$build" >>"$build/log"
-    cp -r pymux/. "$lib/pymux/"
+    cmake --build "$build" --clean-first >>"$build/log"
+    tar -C pymux --exclude="*.so" --exclude=__pycache__ -cf - . | tar -C "$lib/pymux" -xf -
     case $one in
       address) preload=$(g++ -print-file-name=libasan.so) ;;
       undefined) preload=$(g++ -print-file-name=libubsan.so) ;;
@@ -23,10 +23,10 @@ for kind in "${@:-address undefined thread}"; do
     echo "== $one"
     # Leaks are counted by the tests themselves, handle by handle; Python's own would drown them.
     # A fault on purpose is a test, so the sanitizer must leave SIGSEGV alone.
-    LD_PRELOAD=$preload PYTHONPATH=$PWD/$lib PYTHONMALLOC=malloc \
+    LD_PRELOAD="$preload $(g++ -print-file-name=libstdc++.so)" PYTHONPATH=$PWD/$lib PYTHONMALLOC=malloc \
       ASAN_OPTIONS=detect_leaks=0:handle_segv=0:allow_user_segv_handler=1 \
       UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
       TSAN_OPTIONS=halt_on_error=1:handle_segv=0:report_signal_unsafe=0:suppressions=$PWD/tests/tsan.txt \
-      "$python" -m pytest -q -p no:cacheprovider -o addopts="--import-mode=importlib" -x --timeout 300 "${tests[@]}"
+      "$python" -m pytest -q -p no:cacheprovider --capture=sys -o addopts="--import-mode=importlib" -x --timeout 300 "${tests[@]}"
   done
 done

@@ -294,20 +294,23 @@ SIM_API CUresult CUDAAPI cuMemSetAccess(CUdeviceptr ptr, size_t size, const CUme
     if (desc[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READ) prot |= PROT_READ;
     if (desc[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE) prot |= PROT_READ | PROT_WRITE;
   }
-  std::lock_guard lock(mapping_lock());
-  auto& t = tables();
-  for (CUdeviceptr at = ptr; at < ptr + size;) {
-    auto it = t.mappings.find(at);
-    if (it == t.mappings.end() || at + it->second.size > ptr + size) return CUDA_ERROR_INVALID_VALUE;
-    at += it->second.size;
+  {
+    std::lock_guard lock(mapping_lock());
+    auto& t = tables();
+    for (CUdeviceptr at = ptr; at < ptr + size;) {
+      auto it = t.mappings.find(at);
+      if (it == t.mappings.end() || at + it->second.size > ptr + size) return CUDA_ERROR_INVALID_VALUE;
+      at += it->second.size;
+    }
+    if (mprotect(addr(ptr), size, prot) != 0) return CUDA_ERROR_OPERATING_SYSTEM;
+    for (CUdeviceptr at = ptr; at < ptr + size;) {
+      auto& m = t.mappings[at];
+      m.access = prot != PROT_NONE;
+      at += m.size;
+    }
   }
-  if (mprotect(addr(ptr), size, prot) != 0) return CUDA_ERROR_OPERATING_SYSTEM;
+  // Page tables are filled here, as a driver does, and not while copies wait for the lock.
   if (prot != PROT_NONE) madvise(addr(ptr), size, prot & PROT_WRITE ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
-  for (CUdeviceptr at = ptr; at < ptr + size;) {
-    auto& m = t.mappings[at];
-    m.access = prot != PROT_NONE;
-    at += m.size;
-  }
   return CUDA_SUCCESS;
 }
 
