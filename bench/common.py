@@ -36,13 +36,19 @@ def arguments(description: str, **extra: dict[str, Any]) -> argparse.Namespace:
 def machine() -> str:
     """Describe the host in a line."""
     model = next(
-        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
         platform.machine(),
     )
     return f"{os.cpu_count()} x {model}, Linux {platform.release()}"
 
 
-def result(metric: str, value: float, unit: str, *, at_least: float | None = None, at_most: float | None = None) -> dict:
+def result(
+    metric: str, value: float, unit: str, *, at_least: float | None = None, at_most: float | None = None
+) -> dict:
     """Make one result; a figure without a target holds by being measured."""
     holds = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
     target = f">= {at_least}" if at_least is not None else f"<= {at_most}" if at_most is not None else None
@@ -79,9 +85,7 @@ def median_seconds(f: Any, repeats: int) -> float:
 def node(**settings: str) -> Iterator[Path]:
     """Give this process a runtime directory and (where simulated) a device of its own."""
     home = Path(tempfile.mkdtemp(prefix="pymux-bench-", dir="/dev/shm"))
-    os.environ.update(
-        {"PYMUX_RUNTIME_DIR": str(home / "run"), "PYMUX_SIM_DIR": str(home / "sim"), **settings}
-    )
+    os.environ.update({"PYMUX_RUNTIME_DIR": str(home / "run"), "PYMUX_SIM_DIR": str(home / "sim"), **settings})
     try:
         yield home
     finally:

@@ -57,6 +57,17 @@ const char* type_for(std::uint32_t code) {
   }
 }
 
+// Asked, not believed: in some containers the attribute says yes and the call fails.
+bool exports(const Device& device) {
+  if (!device.can_export()) return false;
+  try {
+    device.probe_export();
+  } catch (const CudaError& e) {
+    return e.code == CUDA_ERROR_OUT_OF_MEMORY;  // full says nothing about exporting
+  }
+  return true;
+}
+
 void spawn_detached(const std::vector<std::string>& command) {
   std::vector<char*> argv;
   for (const auto& a : command) argv.push_back(const_cast<char*>(a.c_str()));
@@ -93,7 +104,7 @@ Agent::Agent(AgentOptions options)
       device_(options_.device),
       page_size_(choose_page_size(device_, options_.page_size)),
       owner_pid_(getpid()),
-      pass_pages_(options_.pass_pages && device_.can_export()),
+      pass_pages_(options_.pass_pages && exports(device_)),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   connect_broker(0);
   std::promise<void> ready;
