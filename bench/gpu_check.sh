@@ -34,7 +34,9 @@ build() {
       -C build-dir="$work/build"
 }
 
-part build 240 build
+export -f build
+export root work
+part build 240 bash -c build
 python=$work/venv/bin/python
 [ -x "$python" ] || python=python3
 

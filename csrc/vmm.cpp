@@ -159,9 +159,7 @@ Event::~Event() {
 
 void Event::record(const Stream& stream) { check(cu().cuEventRecord(event_, stream.get()), "cuEventRecord"); }
 
-bool Event::done() const {
-  return cu().cuEventQuery(event_) != CUDA_ERROR_NOT_READY;
-}
+bool Event::done() const { return cu().cuEventQuery(event_) != CUDA_ERROR_NOT_READY; }
 
 void Event::synchronize() const { check(cu().cuEventSynchronize(event_), "cuEventSynchronize"); }
 

@@ -1,6 +1,6 @@
 """Settings from the environment, read here and nowhere else.
 
-The simulated driver reads its own, ``PYMUX_SIM_*``; see the README.
+The simulated driver reads its own settings; the README lists them all.
 """
 
 from __future__ import annotations

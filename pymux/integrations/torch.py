@@ -30,6 +30,11 @@ _FACTORIES = frozenset(
 )  # fmt: skip
 
 
+# torch frees the segments of a dead pool with its own allocator, not the pool's (pytorch issue 146431), and
+# tensors may outlive a Mux: pools and their allocators live as long as the process.
+_FOR_LIFE: list[tuple[Any, Any]] = []
+
+
 class Integration:
     """torch for one Mux.
 
@@ -78,6 +83,7 @@ class Integration:
         pool = self._pools.get(region.name)
         if pool is None:
             pool = self._pools[region.name] = torch.cuda.MemPool(self._allocator.allocator())
+            _FOR_LIFE.append((self._allocator, pool))
         with region.serving_torch_allocator(), torch.cuda.use_mem_pool(pool, device=self.device):
             yield
 
