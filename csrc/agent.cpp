@@ -417,7 +417,9 @@ void Agent::evict(const std::shared_ptr<Region>& region) {
       if (phase_ == Phase::active || phase_ == Phase::waiting)
         throw Error("LeaseError", "evict() inside a phase would take away what the phase uses. Leave the phase first.");
     }
+    fault_ = nullptr;
     evict_now(region.get(), false);
+    if (fault_) std::rethrow_exception(fault_);
   });
 }
 
@@ -485,7 +487,8 @@ std::size_t Agent::trim_host() {
 
 std::vector<SwapSpan> Agent::spans() {
   std::lock_guard lock(mutex_);
-  return pager_ ? pager_->spans : std::vector<SwapSpan>{};
+  if (!pager_) return {};
+  return {pager_->spans.begin(), pager_->spans.end()};
 }
 
 AgentStats Agent::stats() {
@@ -757,9 +760,8 @@ void Agent::reconnect() {
       std::lock_guard lock(mutex_);
       used_ -= 1;
       spare_.push_back(std::move(p));
-    } catch (const Error& e) {
-      std::lock_guard lock(mutex_);
-      last_fault_ = e.what();
+    } catch (const Error&) {
+      note_fault(std::current_exception());
     }
   }
   bool refused = false;
@@ -916,34 +918,44 @@ std::vector<PageRef> Agent::candidates() {
   return out;
 }
 
-// Gives one page away, or starts to; false when there is nothing to give.
-bool Agent::start_out() {
-  {
-    std::lock_guard lock(mutex_);
-    const std::uint64_t spare = held_ - used_;
-    if (spare > fill_.size()) {  // pages without contents go first
-      held_ -= 1;
-      quota_ -= 1;
-      if (!spare_fds_.empty()) {
-        outgoing_.push_back(std::move(spare_fds_.back()));
-        spare_fds_.pop_back();
-      } else if (!spare_.empty()) {
-        try {
-          if (pass_pages_)
-            outgoing_.push_back(spare_.back().export_fd());
-          else
-            outgoing_bare_ += 1;
-        } catch (const Error& e) {
-          last_fault_ = e.what();
-          outgoing_bare_ += 1;
-        }
-        spare_.pop_back();
-      } else {
-        outgoing_bare_ += 1;
-      }
-      return true;
+// Sends a physical page along with its credit: as a descriptor, or by freeing it.
+void Agent::hand_out(Page page) {
+  if (pass_pages_) {
+    try {
+      outgoing_.push_back(page.export_fd());
+      return;
+    } catch (const Error&) {
+      note_fault(std::current_exception());
     }
   }
+  page = Page();  // released before the broker hears of it
+  outgoing_bare_ += 1;
+}
+
+// Gives away a page without contents that nobody here waits for; false when there is none.
+bool Agent::give_spare() {
+  {
+    std::lock_guard lock(mutex_);
+    if (held_ - used_ <= fill_.size()) return false;
+    held_ -= 1;
+  }
+  quota_ -= 1;
+  if (!spare_fds_.empty()) {
+    outgoing_.push_back(std::move(spare_fds_.back()));
+    spare_fds_.pop_back();
+  } else if (!spare_.empty()) {
+    Page page = std::move(spare_.back());
+    spare_.pop_back();
+    hand_out(std::move(page));
+  } else {
+    outgoing_bare_ += 1;
+  }
+  return true;
+}
+
+// Gives one page away, or starts to; false when there is nothing to give.
+bool Agent::start_out() {
+  if (give_spare()) return true;
   if (!victims_known_) {
     victims_ = candidates();
     victims_known_ = true;
@@ -966,14 +978,12 @@ bool Agent::start_out() {
   try {
     pager_->begin_out(ref, always_copy_);
     quota_ -= 1;
-  } catch (const Error& e) {
+  } catch (const Error&) {
     // The host is full, or the driver refuses: what is left is dirty too, and stays where it is.
     missing_ += static_cast<std::uint32_t>(quota_);
     quota_ = 0;
     victims_.clear();
-    std::lock_guard lock(mutex_);
-    last_fault_ = e.what();
-    if (auto* c = dynamic_cast<const CudaError*>(&e); c && c->sticky()) broken_ = std::current_exception();
+    note_fault(std::current_exception());
     return false;
   }
   return true;
@@ -982,32 +992,31 @@ bool Agent::start_out() {
 void Agent::finish_out() {
   try {
     Page page = pager_->finish_out();
-    std::unique_lock lock(mutex_);
-    used_ -= 1;
-    held_ -= 1;
-    lock.unlock();
-    Fd fd;
-    if (pass_pages_) {
-      try {
-        fd = page.export_fd();
-      } catch (const Error& e) {
-        std::lock_guard guard(mutex_);
-        last_fault_ = e.what();
-      }
+    {
+      std::lock_guard lock(mutex_);
+      used_ -= 1;
+      held_ -= 1;
     }
-    if (fd) {
-      outgoing_.push_back(std::move(fd));
-    } else {
-      page = Page();  // released before the broker hears of it
-      outgoing_bare_ += 1;
-    }
-  } catch (const Error& e) {
+    hand_out(std::move(page));
+  } catch (const Error&) {
     missing_ += 1;
-    std::lock_guard lock(mutex_);
-    last_fault_ = e.what();
-    if (auto* c = dynamic_cast<const CudaError*>(&e); c && c->sticky()) broken_ = std::current_exception();
+    note_fault(std::current_exception());
   }
   if (outgoing_.size() >= wire::kMaxFds / 2) flush_pages();
+}
+
+// A swap failed and was undone: keep the reason, and whether the device is lost.
+void Agent::note_fault(std::exception_ptr error) {
+  std::lock_guard lock(mutex_);
+  fault_ = error;
+  try {
+    std::rethrow_exception(error);
+  } catch (const CudaError& e) {
+    last_fault_ = e.what();
+    if (e.sticky()) broken_ = error;
+  } catch (const std::exception& e) {
+    last_fault_ = e.what();
+  }
 }
 
 void Agent::flush_pages() {
@@ -1141,13 +1150,8 @@ void Agent::settle() {
 void Agent::fail_waiters(std::exception_ptr error) {
   fill_.clear();
   retry_at_ = mint_deadline_ = 0;
+  note_fault(error);
   std::lock_guard lock(mutex_);
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& e) {
-    last_fault_ = e.what();
-    if (auto* c = dynamic_cast<const CudaError*>(&e); c && c->sticky()) broken_ = error;
-  }
   for (auto& e : ensures_)
     if (!e->done) e->error = error;
   if (phase_ == Phase::waiting) {
@@ -1206,10 +1210,9 @@ void Agent::give_all_back() {
     flush_pages();
     std::lock_guard lock(mutex_);
     if (phase_ != Phase::idle || granted_) release_locked();
-  } catch (const std::exception& e) {
+  } catch (const std::exception&) {
     // The process ends or the driver is gone: the kernel and the broker take back what is left.
-    std::lock_guard lock(mutex_);
-    last_fault_ = e.what();
+    note_fault(std::current_exception());
   }
   std::lock_guard lock(mutex_);
   socket_ = wire::Socket();

@@ -81,6 +81,7 @@ class Agent {
   // Contents of [ptr, ptr + bytes) from wherever they are, without a lease.
   void read(const std::shared_ptr<Region>& region, CUdeviceptr ptr, std::size_t bytes, void* to);
   // Swaps the region (all regions without one) out and gives its pages to the bank. Not in a phase.
+  // Throws what kept a page on the device, after trying the others.
   void evict(const std::shared_ptr<Region>& region);
   std::size_t trim_host();  // unpins free backing memory; bytes released
   AgentStats stats();
@@ -118,6 +119,8 @@ class Agent {
   void handle(const std::vector<char>& message, std::vector<Fd>& fds);
   bool busy();
   bool step();
+  void hand_out(Page page);
+  bool give_spare();
   bool start_out();
   void finish_out();
   bool start_in();
@@ -130,6 +133,7 @@ class Agent {
   void send_want();
   void settle();
   void fail_waiters(std::exception_ptr error);
+  void note_fault(std::exception_ptr error);
   void flush_pages();
   void evict_now(const Region* only, bool always_copy);
   void give_all_back();
@@ -180,6 +184,7 @@ class Agent {
   double mint_deadline_ = 0, retry_at_ = 0;
   std::unique_ptr<Backing> backing_;
   std::unique_ptr<Pager> pager_;
+  std::exception_ptr fault_;  // the latest
   bool stop_ = false;
   std::atomic<std::uint64_t> spare_physical_{0};  // spare_ and spare_fds_, for other threads
 

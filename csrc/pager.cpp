@@ -33,7 +33,8 @@ Event Pager::take_event() {
 }
 
 void Pager::note(bool out, double begin, std::uint64_t bytes) {
-  if (spans.size() < kMaxSpans) spans.push_back({out, begin, now_seconds(), bytes});
+  if (spans.size() == kMaxSpans) spans.pop_front();
+  spans.push_back({out, begin, now_seconds(), bytes});
 }
 
 void Pager::begin_out(PageRef ref, bool always_copy) {

@@ -65,7 +65,7 @@ class Pager {
   // Copies a page's contents to host memory from wherever they are; for readers without a lease.
   void read(PageRef ref, std::size_t offset, std::size_t bytes, void* to);
 
-  std::vector<SwapSpan> spans;  // bounded; guarded by the table mutex
+  std::deque<SwapSpan> spans;  // the latest; guarded by the table mutex
 
  private:
   struct Flight {

@@ -179,6 +179,7 @@ class Mux:
         """Swap a region (or all of them) out now, outside a phase, and give its pages to others.
 
         Raises:
+            HostOutOfMemory: the host has no room for it; what could not move is still on the device.
             LeaseError: a phase is open.
             UnknownRegion: there is none of this name.
         """

@@ -134,3 +134,38 @@ for _ in range(2):
 """
     )
     assert out.splitlines() == ["700 cuCtxSynchronize"] * 2
+
+
+def test_a_full_host_keeps_the_pages_on_the_device_and_says_so(subject):
+    subject.cuda.fail_nth("cuMemHostRegister", 1, OUT_OF_MEMORY, forever=True)
+    with pytest.raises(pymux.HostOutOfMemory, match="MiB available") as e:
+        subject.mux.evict()
+    assert e.value.need > 0
+    subject.cuda.fail_nth("cuMemHostRegister", 0, 0)
+    assert subject.mux.stats()["regions"]["weights"]["resident_bytes"] == PAGES * PAGE
+    assert subject.intact()
+    subject.mux.evict()
+    assert subject.mux.stats()["regions"]["weights"]["resident_bytes"] == 0
+    assert subject.intact()
+
+
+def test_a_victim_that_cannot_swap_out_fails_the_one_who_asked_and_nobody_else(node_factory):
+    from tests.test_handoff import job, order
+
+    node = node_factory("32M")
+    a = job(node, "a", 1, pages=10, PYMUX_SIM_FAIL="cuMemHostRegister:1:2:forever")
+    out = node.run(
+        """
+mux = pymux.connect("b")
+r = mux.region("w")
+try:
+    with mux.phase("x"): r.allocate(10 * PAGE)
+except pymux.DeviceOutOfMemory as e:
+    say(e)
+with mux.phase("small"): block = r.allocate(6 * PAGE)
+say("fits")
+"""
+    )
+    assert "no other client can give pages now" in out
+    assert out.splitlines()[-1] == "fits"
+    assert order(a, "phase") == "2"

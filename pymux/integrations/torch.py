@@ -277,6 +277,6 @@ def _cuda_ordinal(uuid: bytes) -> int | None:
     if not torch.cuda.is_available():
         return None
     for i in range(torch.cuda.device_count()):
-        if torch.cuda.get_device_properties(i).uuid.bytes == uuid:
+        if bytes(torch.cuda.get_device_properties(i).uuid.bytes) == uuid:
             return i
     return None
