@@ -214,6 +214,12 @@ bool Agent::say_hello(std::uint32_t flags) {
                     std::to_string(wire::kVersion) + "). Stop it and start 'pymux broker' of the same version.");
   std::lock_guard lock(mutex_);
   budget_ = m->budget;
+  {
+    std::lock_guard order(send_mutex_);
+    connected_ = true;
+  }
+  // The phase may have ended since it was told, and the lease's return went to nobody.
+  if (hello.lease_generation && phase_ == Phase::idle) release_locked();
   return true;
 }
 
@@ -316,7 +322,10 @@ void Agent::acquire(const std::string& phase, std::vector<std::shared_ptr<Region
   granted_ = phase_ == Phase::parked;  // a slow re-entry: only pages are missing
   phase_ = Phase::waiting;
   acquire_error_ = nullptr;
-  post([this] { begin_acquire(); });
+  asked_ = false;
+  post([this] {
+    if (!asked_) begin_acquire();
+  });
   auto over = [&] { return phase_ != Phase::waiting || broken_ || closed_; };
   const double deadline = timeout < 0 ? 0 : now_seconds() + timeout;
   while (!over()) {
@@ -580,11 +589,18 @@ std::uint64_t Agent::want_locked() const {
 template <class M>
 void Agent::send(const M& message, const std::vector<Fd>& fds) {
   std::lock_guard lock(send_mutex_);
+  if (!connected_) return;  // the next hello says how things are
   try {
     socket_.send(&message, sizeof message, fds);
   } catch (const std::system_error&) {
     // The broker is gone: the agent thread sees the end of the stream next and reconnects.
   }
+}
+
+void Agent::drop_socket() {
+  std::lock_guard lock(send_mutex_);
+  connected_ = false;
+  socket_ = wire::Socket();
 }
 
 void Agent::run(std::promise<void>& ready) {
@@ -767,7 +783,7 @@ void Agent::reconnect() {
   bool refused = false;
   {
     std::lock_guard lock(mutex_);
-    socket_ = wire::Socket();
+    drop_socket();
     refused = broken_ != nullptr;  // the broker said why; do not insist
     for (auto& fd : outgoing_) spare_fds_.push_back(std::move(fd));
     outgoing_.clear();
@@ -785,7 +801,7 @@ void Agent::reconnect() {
     connect_broker(wire::kReconnect);
   } catch (const Error&) {
     std::lock_guard lock(mutex_);
-    socket_ = wire::Socket();
+    drop_socket();
     broken_ = std::current_exception();
     changed_.notify_all();
     return;
@@ -794,7 +810,7 @@ void Agent::reconnect() {
   {
     std::lock_guard lock(mutex_);
     reconnects_ += 1;
-    waiting = phase_ == Phase::waiting;
+    waiting = phase_ == Phase::waiting && asked_;
   }
   if (waiting) {
     begin_acquire();
@@ -832,6 +848,7 @@ void Agent::give_up(std::uint64_t seq) {
 void Agent::begin_acquire() {
   std::unique_lock lock(mutex_);
   if (phase_ != Phase::waiting) return;  // timed out meanwhile
+  asked_ = true;
   acquire_seq_ = ++seq_;
   fill_.clear();
   const bool ask = !granted_;
@@ -889,32 +906,27 @@ bool Agent::step() {
   return true;
 }
 
+// Pages that could go, the first to go last: those no phase here needs, then what a request that was
+// not granted yet needs; discardable, clean, dirty; least recently used.
 std::vector<PageRef> Agent::candidates() {
-  struct Ranked {
-    int kind;
-    std::uint64_t used;
-    PageRef ref;
-  };
-  std::vector<Ranked> all;
+  using Rank = std::tuple<bool, int, std::uint64_t, std::size_t>;
+  std::vector<std::pair<Rank, PageRef>> all;
   std::lock_guard lock(mutex_);
-  for (int pass = 0; pass < 2 && all.empty(); ++pass) {
-    for (auto& r : regions_) {
-      const bool needed = (phase_ == Phase::active || phase_ == Phase::waiting) && in_use_locked(*r);
-      // A waiter that was not granted yet gives even these, when it has nothing else.
-      if (needed && (pass == 0 || phase_ == Phase::active || granted_)) continue;
-      for (std::size_t i = 0; i < r->pages.size(); ++i) {
-        const PageEntry& e = r->pages[i];
-        if (e.state != PageState::resident || e.moving) continue;
-        const bool worthless = r->on_evict == OnEvict::discard || !r->live(i);
-        all.push_back({worthless ? 0 : e.slot >= 0 && !e.dirty ? 1 : 2, r->last_used, {r.get(), i}});
-      }
+  const bool running = phase_ == Phase::active || (phase_ == Phase::waiting && granted_);
+  for (auto& r : regions_) {
+    const bool needed = (running || phase_ == Phase::waiting) && in_use_locked(*r);
+    if (needed && running) continue;
+    for (std::size_t i = 0; i < r->pages.size(); ++i) {
+      const PageEntry& e = r->pages[i];
+      if (e.state != PageState::resident || e.moving) continue;
+      const bool worthless = r->on_evict == OnEvict::discard || !r->live(i);
+      const int kind = worthless ? 0 : e.slot >= 0 && !e.dirty ? 1 : 2;
+      all.push_back({{needed, kind, r->last_used, r->pages.size() - i}, {r.get(), i}});
     }
   }
-  std::sort(all.begin(), all.end(), [](const Ranked& a, const Ranked& b) {
-    return std::tie(a.kind, a.used, b.ref.index) < std::tie(b.kind, b.used, a.ref.index);
-  });
+  std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
   std::vector<PageRef> out;
-  for (auto it = all.rbegin(); it != all.rend(); ++it) out.push_back(it->ref);
+  for (auto& [rank, ref] : all) out.push_back(ref);
   return out;
 }
 
@@ -962,6 +974,7 @@ bool Agent::start_out() {
   }
   if (victims_.empty()) {
     victims_known_ = false;
+    if (!pager_->in_empty()) return false;  // what is on its way in may go when it is there
     missing_ += static_cast<std::uint32_t>(quota_);
     quota_ = 0;
     return false;
@@ -1214,8 +1227,7 @@ void Agent::give_all_back() {
     // The process ends or the driver is gone: the kernel and the broker take back what is left.
     note_fault(std::current_exception());
   }
-  std::lock_guard lock(mutex_);
-  socket_ = wire::Socket();
+  drop_socket();
 }
 
 }  // namespace pymux

@@ -112,6 +112,7 @@ class Agent {
   void run(std::promise<void>& ready);
   void connect_broker(std::uint32_t flags);
   bool say_hello(std::uint32_t flags);
+  void drop_socket();
   void reconnect();
   void wait_for_work();
   void take_commands();
@@ -155,6 +156,7 @@ class Agent {
   std::vector<std::shared_ptr<Region>> regions_;
   Phase phase_ = Phase::idle;
   bool granted_ = false, recalled_ = false, closed_ = false, finished_ = false;
+  bool asked_ = false;  // the agent thread has taken the request up
   std::exception_ptr broken_;  // the broker is gone for good, or the device is
   std::exception_ptr acquire_error_;
   std::uint64_t seq_ = 0, acquire_seq_ = 0, generation_ = 0, stamp_ = 0;
@@ -188,7 +190,8 @@ class Agent {
   bool stop_ = false;
   std::atomic<std::uint64_t> spare_physical_{0};  // spare_ and spare_fds_, for other threads
 
-  std::mutex send_mutex_;  // guards the order of messages; taken after mutex_
+  std::mutex send_mutex_;  // guards the two below and the order of messages; taken after mutex_
+  bool connected_ = false;  // hello was answered
   wire::Socket socket_;
   Fd wake_;
   std::atomic<bool> recalled_flag_{false}, active_flag_{false};

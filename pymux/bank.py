@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from pymux.events import Counts, Give, Take
 
+RETRY_SECONDS = 0.2  # after which a client that could not give pages is asked again
+
 
 @dataclass(slots=True)
 class Account:
@@ -23,7 +25,7 @@ class Account:
     own: int = 0  # held, and not needed by its own phase
     counts: Counts = field(default_factory=Counts)
     used_at: float = 0.0  # when its last phase ended
-    unwilling: bool = False  # could not give what was asked, since its last phase
+    unwilling_until: float = 0.0  # it could not give what was asked; asked again after this
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +51,9 @@ class Plan:
 class Bank:
     """Counts the pages of a device."""
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+    def __init__(self, budget: int, capacity: int) -> None:
+        self.budget = budget  # pages for clients now
+        self.capacity = capacity  # pages for clients at best, when nobody else uses the device
         self.accounts: dict[int, Account] = {}
 
     @property
@@ -66,14 +69,15 @@ class Bank:
         """Count a client out; what it held is free."""
         del self.accounts[client]
 
-    def returned(self, client: int, count: int, missing: int) -> None:
+    def returned(self, client: int, count: int, missing: int, now: float) -> None:
         """Book pages that a client gave back, and those it could not give."""
         account = self.accounts[client]
         account.held -= min(count, account.held)
         account.taking = max(0, account.taking - count - missing)
-        account.unwilling = account.unwilling or missing > 0
+        if missing:
+            account.unwilling_until = now + RETRY_SECONDS
 
-    def plan(self, claims: Sequence[Claim]) -> Plan:
+    def plan(self, claims: Sequence[Claim], now: float) -> Plan:
         """Give free pages to the claims in order, and take what they lack.
 
         Taken are as few pages as the claims lack: discardable before clean before dirty, of the
@@ -81,6 +85,7 @@ class Bank:
 
         Args:
             claims: in the order of their urgency.
+            now: seconds.
         """
         actions: list[Give | Take] = []
         short: list[int] = []
@@ -98,7 +103,7 @@ class Bank:
             coming = min(lacking, incoming)
             incoming -= coming
             lacking -= coming
-            for victim, count in self._victims(claim, lacking):
+            for victim, count in self._victims(claim, lacking, now):
                 self.accounts[victim].taking += count
                 lacking -= count
                 actions.append(Take(client=victim, count=count))
@@ -106,7 +111,7 @@ class Bank:
                 short.append(claim.client)
         return Plan(actions=actions, short=short)
 
-    def _victims(self, claim: Claim, lacking: int) -> Iterator[tuple[int, int]]:
+    def _victims(self, claim: Claim, lacking: int, now: float) -> Iterator[tuple[int, int]]:
         taken: dict[int, int] = {}
 
         def offers(clients: list[int]) -> Iterator[tuple[int, int]]:
@@ -117,7 +122,7 @@ class Bank:
         others = [
             c
             for c in sorted(self.accounts, key=lambda c: (self.accounts[c].used_at, c))
-            if c != claim.client and c not in claim.spared and not self.accounts[c].unwilling
+            if c != claim.client and c not in claim.spared and now >= self.accounts[c].unwilling_until
         ]
         first = [c for c in others if c not in claim.last]
         last = [c for c in others if c in claim.last]
@@ -129,7 +134,7 @@ class Bank:
                     lacking -= count
         own = self.accounts[claim.client]
         count = min(own.own - own.taking, lacking)
-        if count > 0 and not own.unwilling:
+        if count > 0 and now >= own.unwilling_until:
             taken[claim.client] = count
         yield from taken.items()
 

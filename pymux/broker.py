@@ -40,7 +40,6 @@ from pymux.events import (
     Release,
     Returned,
     Take,
-    Tick,
     Want,
 )
 from pymux.nvml import Nvml
@@ -137,6 +136,7 @@ class Broker:
         self._next_id = 1
         self._idle_since = now
         self._budget_at = now
+        self._tick_at = self._scheduler.next_deadline(now)
         self._stopping = False
 
     # ---- the loop ------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Broker:
 
     def _timeout(self) -> float | None:
         now = time.monotonic()
-        due = [t for t in (self._scheduler.next_deadline(now),) if t is not None]
+        due = [self._tick_at] if self._tick_at is not None else []
         if self._devices:
             due.append(self._budget_at + BUDGET_SECONDS)
         if self._linger is not None and not self._clients():
@@ -181,10 +181,12 @@ class Broker:
 
     def _timers(self) -> None:
         now = time.monotonic()
-        frozen = self._scheduler.frozen_until
-        if frozen and now >= frozen:
+        if self._tick_at is not None and now >= self._tick_at:
+            # Who is back after a broker's death is counted now, and who is gone no more; each new
+            # budget makes the scheduler look again.
             self._scheduler.frozen_until = 0.0
-            self._budget_at = now - BUDGET_SECONDS  # below: who is back is counted now
+            self._tick_at = None
+            self._budget_at = now - BUDGET_SECONDS
         if now >= self._budget_at + BUDGET_SECONDS:
             self._budget_at = now
             for name in self._devices:
@@ -279,9 +281,6 @@ class Broker:
             return
         if not peer.joined:
             raise ProtocolError(f"message {name} before hello")
-        if name in {"acquire", "want"} and m["want"] > self._scheduler.banks[peer.device].budget + m["own"]:
-            # About to be refused: by what others use now, not by what they used a while ago.
-            self._handle(Budget(device=peer.device, pages=self._budget(peer.device)), now)
         event: Event
         match name:
             case "acquire":
@@ -346,12 +345,15 @@ class Broker:
         budget = self._scheduler.banks[peer.device].budget
         self._send(peer, wire.encode("welcome", version=wire.VERSION, client=peer.id, budget=budget))
 
-    def _handle(self, event: Event | Budget | Tick, now: float) -> None:
+    def _handle(self, event: Event | Budget, now: float) -> None:
         """Let the scheduler decide, then do what it says."""
-        for action in self._scheduler.handle(event, now):
+        actions = self._scheduler.handle(event, now)
+        self._tick_at = self._scheduler.next_deadline(now)
+        for action in actions:
             self._do(action)
-        for name in {action_device for action_device in self._devices if self._devices[action_device].fds}:
-            self._trim(name)
+        for name, device in self._devices.items():
+            if device.fds:
+                self._trim(name)
 
     def _do(self, action: Action) -> None:
         peer = self._peers.get(action.client)
@@ -421,22 +423,26 @@ class Broker:
             return
         self._nvml.memory(name)
         self._devices[name] = Device(page_size=page_size)
-        self._scheduler.add_device(name, page_size, self._budget(name))
+        self._scheduler.add_device(name, page_size, self._budget(name), self._room(name, 0))
 
     def _budget(self, name: str) -> int:
         """Pages for clients: all memory but what NVML says that others use."""
         memory = self._nvml.memory(name)
         device = self._devices[name]
         if self._scheduler.frozen_until:
-            return memory.total // device.page_size  # most of what is used is clients' that are not back yet
+            return self._room(name, 0)  # most of what is used is clients' that are not back yet
         managed = len(device.fds)
         if name in self._scheduler.banks:
             managed += sum(a.held for a in self._scheduler.banks[name].accounts.values())
         others = max(0, memory.used - managed * device.page_size)
         if others:
             others = max(others, int(memory.total * CONTEXT_HEADROOM))
-        room = memory.total - others
-        return (min(room, self._capacity) if self._capacity else room) // device.page_size
+        return self._room(name, others)
+
+    def _room(self, name: str, others: int) -> int:
+        """Pages for clients when others use so many bytes."""
+        room = self._nvml.memory(name).total - others
+        return (min(room, self._capacity) if self._capacity else room) // self._devices[name].page_size
 
     def _trim(self, name: str) -> None:
         """Close descriptors that the budget has no room for, so that others can use the memory."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pymux.bank import Account, Bank, Claim
+from pymux.bank import RETRY_SECONDS, Account, Bank, Claim
 from pymux.errors import ClientExists, DriverError, ProtocolError
 from pymux.events import (
     Acquire,
@@ -19,6 +19,7 @@ from pymux.events import (
     Cancel,
     Deny,
     Event,
+    Give,
     Grant,
     Joined,
     Left,
@@ -32,6 +33,8 @@ from pymux.events import (
 from pymux.policy import Policy, Request
 
 GroupKey = tuple[str, str]
+
+PATIENCE_SECONDS = 5.0  # how long a holder may lack pages that nobody can give, before it is told
 
 
 @dataclass(slots=True)
@@ -97,21 +100,25 @@ class Scheduler:
         self.leases: dict[GroupKey, Lease] = {}
         self.queue: list[Request] = []
         self.generation = 0
+        self._short: dict[int, float] = {}  # holders that nobody can give pages, since when
 
-    def add_device(self, device: str, page_size: int, budget: int) -> None:
+    def add_device(self, device: str, page_size: int, budget: int, capacity: int) -> None:
         """Make a device known.
 
         Args:
             device: its UUID.
             page_size: bytes.
-            budget: pages for clients.
+            budget: pages for clients now.
+            capacity: pages for clients when nobody else uses the device.
         """
-        self.banks[device] = Bank(budget)
+        self.banks[device] = Bank(budget, capacity)
         self.page_sizes[device] = page_size
 
     def next_deadline(self, now: float) -> float | None:
         """When a Tick is due, or None."""
-        return self.frozen_until if now < self.frozen_until else None
+        if now < self.frozen_until:
+            return self.frozen_until
+        return now + RETRY_SECONDS if self._short else None
 
     def handle(self, event: Event | Budget | Tick, now: float) -> list[Action]:
         """Take one event.
@@ -153,7 +160,7 @@ class Scheduler:
                 self._want(event, out)
             case Returned(client=client):
                 account = self._account(client)
-                self._bank(client).returned(client, event.count, event.missing)
+                self._bank(client).returned(client, event.count, event.missing, now)
                 account.counts = event.counts
                 account.want = event.want
             case _:
@@ -256,6 +263,7 @@ class Scheduler:
     def _leave(self, client: int) -> None:
         gone = self.clients[client]
         self._bank(client).close(client)
+        self._short.pop(client, None)
         self.leases.pop(gone.group, None)
         self.queue = [r for r in self.queue if r.group != gone.group]
         group = self.groups[gone.group]
@@ -269,7 +277,7 @@ class Scheduler:
         if client.group in self.leases or any(r.group == client.group for r in self.queue):
             raise ProtocolError(f"client '{client.name}' asked for a lease that its group holds or waits for")
         self._note_want(e)
-        self._account(e.client).unwilling = False
+        self._account(e.client).unwilling_until = 0.0
         request = Request(
             group=client.group,
             client=e.client,
@@ -295,7 +303,7 @@ class Scheduler:
 
     def _deny_impossible(self, e: Acquire | Want, out: list[Action]) -> bool:
         bank = self._bank(e.client)
-        if e.want - e.own <= bank.budget:
+        if e.want - e.own <= bank.capacity:
             return False
         out.append(self._denial(e.client, capacity=True))
         return True
@@ -308,17 +316,20 @@ class Scheduler:
         if capacity:
             text = (
                 f"job '{job}' needs {need * mib:.0f} MiB on the device at once, and the device has "
-                f"{bank.budget * mib:.0f} MiB for regions. Use fewer regions in this phase (uses=...), a smaller "
+                f"{bank.capacity * mib:.0f} MiB for regions. Use fewer regions in this phase (uses=...), a smaller "
                 f"model or batch, or a larger device."
             )
         else:
             text = (
-                f"job '{job}' lacks {(account.want - account.held) * mib:.0f} MiB on the device, and no other "
-                f"client can give pages now: their hosts may be out of memory. 'pymux status' shows who holds what."
+                f"job '{job}' lacks {(account.want - account.held) * mib:.0f} of the {need * mib:.0f} MiB it needs. "
+                f"The device has {bank.budget * mib:.0f} of {bank.capacity * mib:.0f} MiB for regions now, and no "
+                f"other client can give pages: others outside pymux use the device, or the host has no room "
+                f"to swap out. "
+                f"'pymux status' shows who holds what."
             )
         account.want = 0
         seq = self.clients[client].want_seq
-        return Deny(client=client, seq=seq, need=need, budget=bank.budget, capacity=capacity, text=text)
+        return Deny(client=client, seq=seq, need=need, budget=bank.capacity, capacity=capacity, text=text)
 
     def _drop_request(self, client: int, seq: int) -> None:
         mine = [r for r in self.queue if r.client == client and r.seq == seq]
@@ -335,7 +346,8 @@ class Scheduler:
         for member in self.groups[lease.group].members:
             self._account(member).want = 0
             self._account(member).used_at = now
-            self._account(member).unwilling = False
+            self._account(member).unwilling_until = 0.0
+            self._short.pop(member, None)
         del self.leases[lease.group]
 
     # ---- decisions -----------------------------------------------------------------------------
@@ -362,7 +374,7 @@ class Scheduler:
                 lease.recalled = True
                 out += [Recall(client=m, generation=lease.generation) for m in self.groups[lease.group].members]
         for device, bank in self.banks.items():
-            out += self._plan(device, bank, heirs.get(device))
+            out += self._plan(device, bank, heirs.get(device), now)
         return out
 
     def _grant(self, request: Request, now: float) -> list[Action]:
@@ -383,7 +395,7 @@ class Scheduler:
     def _members_on(self, group: GroupKey, device: str) -> list[int]:
         return [c.id for c in self.groups[group].members.values() if c.device == device]
 
-    def _plan(self, device: str, bank: Bank, heir: Request | None) -> list[Action]:
+    def _plan(self, device: str, bank: Bank, heir: Request | None, now: float) -> list[Action]:
         lease = next((x for x in self.leases.values() if device in x.devices), None)
         holders = self._members_on(lease.group, device) if lease else []
         next_up = self._members_on(heir.group, device) if heir else []
@@ -391,7 +403,17 @@ class Scheduler:
         both = spared | frozenset(next_up)
         claims = [Claim(client=c, spared=spared, last=frozenset(next_up)) for c in holders]
         claims += [Claim(client=c, spared=both) for c in next_up]
-        plan = bank.plan(claims)
+        plan = bank.plan(claims, now)
         out: list[Action] = list(plan.actions)
-        out += [self._denial(c, capacity=False) for c in plan.short if c in spared]
+        # A shortage may pass: a dying process still has memory, a budget is about to be read anew, a
+        # client that could not give is asked again. It has lasted since the claimant last got a page.
+        given = {a.client for a in plan.actions if isinstance(a, Give)}
+        for c in holders:
+            if c in given or bank.accounts[c].want <= bank.accounts[c].held:
+                self._short.pop(c, None)
+            if c in plan.short:
+                self._short.setdefault(c, now)
+            if now - self._short.get(c, now) >= PATIENCE_SECONDS:
+                del self._short[c]
+                out.append(self._denial(c, capacity=False))
         return out

@@ -166,6 +166,6 @@ with mux.phase("small"): block = r.allocate(6 * PAGE)
 say("fits")
 """
     )
-    assert "no other client can give pages now" in out
+    assert "no other client can give pages" in out
     assert out.splitlines()[-1] == "fits"
     assert order(a, "phase") == "2"

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from pymux.bank import RETRY_SECONDS
 from pymux.errors import ClientExists, DriverError, ProtocolError
 from pymux.events import (
     Acquire,
@@ -24,7 +25,7 @@ from pymux.events import (
     Want,
 )
 from pymux.policy import Fifo
-from pymux.scheduler import Scheduler
+from pymux.scheduler import PATIENCE_SECONDS, Scheduler
 
 DEV = "GPU-0"
 
@@ -32,7 +33,7 @@ DEV = "GPU-0"
 def scheduler(budget=10, devices=(DEV,), **kw):
     s = Scheduler(Fifo(), **kw)
     for d in devices:
-        s.add_device(d, 1 << 20, budget)
+        s.add_device(d, 1 << 20, budget, budget)
     return s
 
 
@@ -161,8 +162,14 @@ def test_growth_that_nobody_can_serve_is_denied_instead_of_hanging():
     s.handle(Release(client=2, generation=running(s, 2, 4), counts=all_dirty(4)), 0)
     running(s, 1, 6)
     assert of(Take, s.handle(Want(client=1, seq=2, want=8), 1)) == [Take(client=2, count=2)]
-    denials = of(Deny, s.handle(Returned(client=2, count=0, missing=2, counts=all_dirty(4)), 2))
+    assert s.handle(Returned(client=2, count=0, missing=2, counts=all_dirty(4)), 2) == []
+    assert s.next_deadline(2) == 2 + RETRY_SECONDS
+    assert of(Take, s.handle(Tick(), 2 + RETRY_SECONDS)) == [Take(client=2, count=2)], "asked again"
+    assert s.handle(Returned(client=2, count=0, missing=2, counts=all_dirty(4)), 3) == []
+    assert of(Deny, s.handle(Tick(), 4)) == [], "asked a third time, and silent"
+    denials = of(Deny, s.handle(Tick(), 2 + PATIENCE_SECONDS))
     assert [(d.client, d.seq, d.capacity) for d in denials] == [(1, 2, False)]
+    assert s.next_deadline(9) is None
 
 
 def test_a_dead_clients_lease_and_pages_go_to_the_next():
@@ -249,7 +256,20 @@ def test_a_shrunken_budget_stops_gifts():
     s = scheduler(budget=10)
     s.handle(joined(1), 0)
     s.handle(Budget(device=DEV, pages=3), 0)
-    assert of(Deny, s.handle(acquire(1, 5), 0))
+    actions = s.handle(acquire(1, 5), 0)
+    assert of(Give, actions) == [Give(client=1, count=3)]
+    assert of(Deny, actions) == [], "others may be gone in a moment"
+    assert of(Give, s.handle(Budget(device=DEV, pages=10), 1)) == [Give(client=1, count=2)]
+
+
+def test_a_budget_that_stays_too_small_is_told_with_the_figures():
+    s = scheduler(budget=10)
+    s.handle(joined(1), 0)
+    s.handle(Budget(device=DEV, pages=3), 0)
+    s.handle(acquire(1, 5), 0)
+    (deny,) = of(Deny, s.handle(Tick(), PATIENCE_SECONDS))
+    assert "3 of 10 MiB" in deny.text
+    assert not deny.capacity
 
 
 class Sharing(RuleBasedStateMachine):
