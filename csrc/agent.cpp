@@ -881,7 +881,8 @@ void Agent::send_want() {
   send(m);
 }
 
-bool Agent::step() {
+// Starts what can be started, finishes what is done; where neither is possible, waits for one page.
+void Agent::step() {
   bool progress = false;
   while (quota_ > 0 && !pager_->out_full() && start_out()) progress = true;
   if (retry_at_ == 0 || now_seconds() >= retry_at_) {
@@ -890,20 +891,16 @@ bool Agent::step() {
   }
   while (!pager_->out_empty() && pager_->out_ready()) finish_out(), progress = true;
   while (!pager_->in_empty() && pager_->in_ready()) finish_in(), progress = true;
-  if (!progress || quota_ == 0) flush_pages();
-  if (!progress) {  // wait for the page that is due first
+  if (!progress) {
+    flush_pages();  // somebody may wait for what is ready
     if (!pager_->out_empty()) {
       finish_out();
     } else if (!pager_->in_empty()) {
       finish_in();
-    } else {
-      settle();
-      return false;
     }
   }
   if (quota_ == 0 && pager_->out_empty()) flush_pages();
   settle();
-  return true;
 }
 
 // Pages that could go, the first to go last: those no phase here needs, then what a request that was

@@ -119,7 +119,7 @@ class Agent {
   void take_messages();
   void handle(const std::vector<char>& message, std::vector<Fd>& fds);
   bool busy();
-  bool step();
+  void step();
   void hand_out(Page page);
   bool give_spare();
   bool start_out();
@@ -156,7 +156,7 @@ class Agent {
   std::vector<std::shared_ptr<Region>> regions_;
   Phase phase_ = Phase::idle;
   bool granted_ = false, recalled_ = false, closed_ = false, finished_ = false;
-  bool asked_ = false;  // the agent thread has taken the request up
+  bool asked_ = false;         // the agent thread has taken the request up
   std::exception_ptr broken_;  // the broker is gone for good, or the device is
   std::exception_ptr acquire_error_;
   std::uint64_t seq_ = 0, acquire_seq_ = 0, generation_ = 0, stamp_ = 0;
@@ -190,7 +190,7 @@ class Agent {
   bool stop_ = false;
   std::atomic<std::uint64_t> spare_physical_{0};  // spare_ and spare_fds_, for other threads
 
-  std::mutex send_mutex_;  // guards the two below and the order of messages; taken after mutex_
+  std::mutex send_mutex_;   // guards the two below and the order of messages; taken after mutex_
   bool connected_ = false;  // hello was answered
   wire::Socket socket_;
   Fd wake_;

@@ -11,6 +11,7 @@ import fcntl
 import json
 import logging
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -237,8 +238,10 @@ class Broker:
                 self._drop(peer)
                 return
             try:
-                if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                if flags & socket.MSG_TRUNC:
                     raise ProtocolError("an oversized message")
+                if flags & socket.MSG_CTRUNC:  # the kernel closed those: the memory is free, the credit stays
+                    log.warning("out of file descriptors: some pages of %s are freed instead of passed", peer)
                 self._message(peer, packet, fds)
             except PymuxError as e:
                 self._reject(peer, e)
@@ -478,6 +481,8 @@ def serve(runtime_dir: Path, driver_path: str, *, capacity: int, linger: float |
         DriverError: NVML is missing.
         NotAllowed: the directory is not this user's alone.
     """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a descriptor for each free page
     broker = Broker(runtime_dir, Nvml(driver_path), capacity=capacity, linger=linger)
     for sig in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sig, lambda *_: broker.stop())

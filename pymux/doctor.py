@@ -104,13 +104,13 @@ def _host() -> list[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
     out.append(Finding("locked memory limit", ok=True, found=f"{limit} (the driver pins beyond it)"))
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     out.append(
         Finding(
             "open files",
             ok=files >= 1024,
-            found=f"{files} a process; the broker holds one for each free page",
-            remedy="" if files >= 4096 else "ulimit -n 65536 before starting jobs with many pages",
+            found=f"{files} at most a process; the broker holds one for each free page",
+            remedy="" if files >= 4096 else "raise the hard limit (ulimit -Hn): pages beyond it are freed, not passed",
         )
     )
     shm = shutil.disk_usage("/dev/shm")  # noqa: S108 - asked about, not written

@@ -450,7 +450,7 @@ class Region:
     def __init__(self, mux: Mux, core: _core.Region) -> None:
         self.mux = mux
         self.core = core
-        self._stack = contextlib.ExitStack()
+        self._entered: list[contextlib.ExitStack] = []
 
     @property
     def name(self) -> str:
@@ -503,11 +503,11 @@ class Region:
             stack.enter_context(self.mux._lease_for(self.name, "region"))  # noqa: SLF001
             if "torch" in sys.modules:
                 stack.enter_context(self.mux._torch_integration().allocating(self))  # noqa: SLF001
-            self._stack.push(stack.pop_all())
+            self._entered.append(stack.pop_all())
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+        self._entered.pop().close()
 
     def __repr__(self) -> str:
         s = self.mux.stats()["regions"][self.name]

@@ -11,7 +11,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <unordered_set>
 
 #include "sim.h"
 
@@ -113,9 +112,9 @@ std::int64_t take_slot(Control& c, Direction d, std::int64_t ready, std::size_t 
   return end;
 }
 
-bool move_bytes(void* dst, const void* src, std::size_t n, CUdeviceptr check_a, CUdeviceptr check_b) {
+bool move_bytes(void* dst, const void* src, std::size_t n, CUdeviceptr on_device) {
   std::shared_lock lock(mapping_lock());
-  if ((check_a && !device_range_accessible(check_a, n)) || (check_b && !device_range_accessible(check_b, n))) {
+  if (!device_range_accessible(on_device, n)) {
     set_sticky(CUDA_ERROR_ILLEGAL_ADDRESS);
     return false;
   }
@@ -140,7 +139,7 @@ void link_copy(Control& control, Direction d, int priority, double slow, char* d
     std::int64_t end = take_slot(control, d, ready, static_cast<std::size_t>(static_cast<double>(piece) * slow));
     sleep_until_ns(end - static_cast<std::int64_t>(static_cast<double>(piece) * 1e9 / kMemcpyRate));
     *clock = end;
-    if (!move_bytes(dst + at, src + at, piece, dev_ptr + at, 0)) break;
+    if (!move_bytes(dst + at, src + at, piece, dev_ptr + at)) break;
   }
   {
     std::lock_guard lock(e.m);

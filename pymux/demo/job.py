@@ -108,7 +108,11 @@ def train(mux: pymux.Mux, config: Config) -> dict[str, Any]:
 def main() -> None:
     """Run the job described by the first argument."""
     torch.set_num_threads(1)  # one core computes, as one device does; and sums are always in one order
-    torch.backends.cuda.matmul.allow_tf32 = False
+    # The same sums in the same order on a GPU too.
+    torch.use_deterministic_algorithms(mode=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cuda.enable_flash_sdp(enabled=False)
+    torch.backends.cuda.enable_mem_efficient_sdp(enabled=False)
     config = Config(**json.loads(sys.argv[1]))
     torch.optim.AdamW([torch.zeros(1)])  # the first optimizer imports for a second: before the clock starts
     with pymux.connect(config.name, device=config.device, swap=config.swap) as mux:

@@ -178,6 +178,7 @@ def _run_mode(
         "PYMUX_SIM_DIR": str(simulated),
         "PYMUX_SIM_CAPACITY": str(size),
         "PYMUX_SIM_LINK": LINK,
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # what cuBLAS needs to be deterministic
     }
     lines: queue.Queue[tuple[str, dict[str, Any] | None]] = queue.Queue()
     bars = {}

@@ -85,7 +85,11 @@ class Integration:
             pool = self._pools[region.name] = torch.cuda.MemPool(self._allocator.allocator())
             _FOR_LIFE.append((self._allocator, pool))
         with region.serving_torch_allocator(), torch.cuda.use_mem_pool(pool, device=self.device):
-            yield
+            try:
+                yield
+            except torch.OutOfMemoryError as e:
+                e.args = (f"{e} pymux: {_core.torch_last_error()}",)
+                raise
 
     def adopt(self, region: Region, what: Any) -> None:
         """See Mux.adopt."""
