@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <set>
 #include <system_error>
 
 #include "error.h"
@@ -822,12 +823,14 @@ void Agent::reconnect() {
 // ---- agent thread: pages -------------------------------------------------------------------
 
 void Agent::queue_missing(const std::shared_ptr<Region>& r, std::size_t first, std::size_t count) {
+  std::set<std::size_t> queued;
+  for (const PageRef& p : fill_)
+    if (p.region == r.get()) queued.insert(p.index);
   for (std::size_t i = first; i < first + count; ++i) {
     const PageEntry& e = r->pages[i];
-    const bool coming = e.moving && e.state != PageState::resident;
-    const bool queued =
-        std::any_of(fill_.begin(), fill_.end(), [&](const PageRef& p) { return p.region == r.get() && p.index == i; });
-    if (r->live(i) && !coming && !queued && (e.state != PageState::resident || e.moving)) fill_.push_back({r.get(), i});
+    const bool there = e.state == PageState::resident && !e.moving;
+    const bool coming = e.state != PageState::resident && e.moving;
+    if (!there && !coming && r->live(i) && !queued.contains(i)) fill_.push_back({r.get(), i});
   }
 }
 
@@ -1030,20 +1033,23 @@ void Agent::note_fault(std::exception_ptr error) {
 }
 
 void Agent::flush_pages() {
-  if (outgoing_.empty() && outgoing_bare_ == 0 && missing_ == 0) return;
-  auto m = wire::make<wire::Pages>(wire::kPages);
-  m.count = outgoing_bare_ + static_cast<std::uint32_t>(outgoing_.size());
-  m.missing = missing_;
-  std::vector<Fd> fds = std::move(outgoing_);
-  outgoing_.clear();
-  outgoing_bare_ = missing_ = 0;
-  std::lock_guard lock(mutex_);
-  if (phase_ == Phase::waiting && !options_.snapshot) {  // what was taken from a waiter is needed again
-    for (auto& r : uses_) queue_missing(r, 0, r->used_pages());
+  while (!outgoing_.empty() || outgoing_bare_ > 0 || missing_ > 0) {
+    auto m = wire::make<wire::Pages>(wire::kPages);
+    std::vector<Fd> fds;
+    while (!outgoing_.empty() && fds.size() < wire::kMaxFds) {
+      fds.push_back(std::move(outgoing_.back()));
+      outgoing_.pop_back();
+    }
+    m.count = std::exchange(outgoing_bare_, 0) + static_cast<std::uint32_t>(fds.size());
+    m.missing = std::exchange(missing_, 0);
+    std::lock_guard lock(mutex_);
+    if (phase_ == Phase::waiting && !options_.snapshot) {  // what was taken from a waiter is needed again
+      for (auto& r : uses_) queue_missing(r, 0, r->used_pages());
+    }
+    m.want = phase_ == Phase::waiting || !ensures_.empty() ? want_locked() : 0;
+    m.counts = counts_locked();
+    send(m, fds);
   }
-  m.want = phase_ == Phase::waiting || !ensures_.empty() ? want_locked() : 0;
-  m.counts = counts_locked();
-  send(m, fds);
 }
 
 // Physical memory for up to `count` pages: passed ones first, then new ones.
@@ -1100,9 +1106,6 @@ bool Agent::start_in() {
   }
   if (run.empty()) return false;
   std::vector<Page> physical;
-  auto undo = [&] {
-    for (auto& p : physical) spare_.push_back(std::move(p));
-  };
   try {
     if (!obtain(physical, run.size())) {
       fill_.insert(fill_.begin(), run.begin(), run.end());
@@ -1114,7 +1117,7 @@ bool Agent::start_in() {
     }
     pager_->begin_in(run, physical);
   } catch (...) {
-    undo();
+    for (auto& p : physical) spare_.push_back(std::move(p));
     fail_waiters(std::current_exception());
     return false;
   }
@@ -1201,15 +1204,11 @@ void Agent::give_all_back() {
     }
     for (PageRef ref : all) {
       PageEntry& e = ref.entry();
-      Page page;
-      {
-        std::lock_guard lock(mutex_);
-        e.mapping.unmap();
-        e.state = PageState::absent;
-        page = std::move(e.page);
-        used_ -= 1;
-        spare_.push_back(std::move(page));
-      }
+      e.mapping.unmap();
+      std::lock_guard lock(mutex_);
+      e.state = PageState::absent;
+      used_ -= 1;
+      spare_.push_back(std::move(e.page));
     }
     fill_.clear();
     victims_.clear();

@@ -326,8 +326,10 @@ class Mux:
 
     def _torch_integration(self) -> Any:
         if self._torch is None:
-            from pymux.integrations import torch as integration  # noqa: PLC0415 - torch is optional
-
+            try:
+                from pymux.integrations import torch as integration  # noqa: PLC0415 - torch is optional
+            except ImportError as e:
+                raise ConfigError(f"this needs torch ({e}). Install it: pip install 'pymux-cuda[torch]'.") from e
             self._torch = integration.Integration(self)
         return self._torch
 

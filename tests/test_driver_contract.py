@@ -278,6 +278,23 @@ def test_a_stream_waits_for_an_event_of_another(vmm, cuda):
     cuda.ok("cuMemFreeHost", back)
 
 
+def test_the_default_stream_waits_for_blocking_streams_and_they_for_it(vmm, cuda):
+    ptr = vmm.mapped(pages=4)
+    n = 4 * vmm.page
+    host, stream = ctypes.c_void_p(), ctypes.c_void_p()
+    cuda.ok("cuMemHostAlloc", byref(host), size_t(n), 0)
+    ctypes.memset(host, 4, n)
+    cuda.ok("cuStreamCreateWithPriority", byref(stream), 0, 0)
+    cuda.ok("cuMemcpyHtoDAsync_v2", u64(ptr), host, size_t(n), stream)
+    assert vmm.read(ptr + n - 2, 2) == b"\x04\x04", "read on the default stream"
+    cuda.ok("cuMemsetD8Async", u64(ptr), 8, size_t(n), None)
+    cuda.ok("cuMemcpyDtoHAsync_v2", host, u64(ptr), size_t(n), stream)
+    cuda.ok("cuStreamSynchronize", stream)
+    assert ctypes.string_at(host.value + n - 2, 2) == b"\x08\x08"
+    cuda.ok("cuStreamDestroy_v2", stream)
+    cuda.ok("cuMemFreeHost", host)
+
+
 def test_host_memory_is_registered_once(cuda, context):
     import mmap
 

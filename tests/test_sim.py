@@ -125,9 +125,11 @@ def test_a_copy_is_not_there_before_it_was_waited_for(vmm, cuda):
     cuda.ok("cuMemHostAlloc", byref(host), size_t(n), 0)
     ctypes.memset(host, 5, n)
     cuda.ok("cuStreamCreateWithPriority", byref(stream), 1, 0)
+    cuda.ok("cudasim_set_link", 0, u64(50_000_000), u64(8_000_000_000))
     cuda.ok("cuMemcpyHtoDAsync_v2", u64(ptr), host, size_t(n), stream)
     assert ctypes.string_at(ptr + n - 1, 1) == b"\0"
     cuda.ok("cuStreamSynchronize", stream)
+    cuda.ok("cudasim_set_link", 0, u64(8_000_000_000), u64(8_000_000_000))
     assert ctypes.string_at(ptr + n - 1, 1) == b"\5"
     cuda.ok("cuStreamDestroy_v2", stream)
     cuda.ok("cuMemFreeHost", host)
