@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -29,8 +30,10 @@ constexpr double kMintRetry = 0.002;
 constexpr double kBackToBack = 0.005;
 constexpr double kSignalSlice = 0.1;  // how soon a waiting caller notices Ctrl-C
 
+// A 512th of the device, between 2 and 32 MiB: see DESIGN.md.
 std::size_t choose_page_size(const Device& d, std::size_t asked) {
-  std::size_t size = asked ? asked : d.host_addressable() ? std::size_t{2} << 20 : std::size_t{32} << 20;
+  constexpr std::size_t mib = 1u << 20;
+  const std::size_t size = asked ? asked : std::clamp(std::bit_floor(d.total() / 512), 2 * mib, 32 * mib);
   const std::size_t g = d.granularity();
   return (size + g - 1) / g * g;
 }

@@ -32,7 +32,7 @@ struct AgentOptions {
   std::string job, client, group;
   std::uint32_t rank = 0, world = 1;
   int device = 0;
-  std::size_t page_size = 0;    // bytes; 0: 32 MiB, or 2 MiB where host code reaches the device
+  std::size_t page_size = 0;    // bytes; 0: by the device's size
   bool pass_pages = true;       // hand physical pages over as file descriptors
   bool snapshot = false;        // swap everything out at every yield, for comparison
   double connect_timeout = 10;  // seconds, for starting or finding a broker

@@ -281,6 +281,6 @@ def _cuda_ordinal(uuid: bytes) -> int | None:
     if not torch.cuda.is_available():
         return None
     for i in range(torch.cuda.device_count()):
-        if bytes(torch.cuda.get_device_properties(i).uuid.bytes) == uuid:
+        if str(torch.cuda.get_device_properties(i).uuid).removeprefix("GPU-").replace("-", "") == uuid.hex():
             return i
     return None
