@@ -382,6 +382,8 @@ class Phase(ContextDecorator):
         return Lease(self)
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        if exc is not None and not self.mux.active:
+            return  # the lease is gone already, such as when idle() did not get it back; exc says why
         self.mux._leave(self)  # noqa: SLF001
 
     def __repr__(self) -> str:

@@ -196,6 +196,24 @@ def test_a_directory_open_to_others_is_refused(tmp_path):
         Broker(tmp_path / "run", FakeNvml())
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_another_users_process_is_refused_by_its_credentials(node_factory):
+    node = node_factory()
+    job(node, "a", 1, pages=2)
+    for path, mode in ((node.home, 0o755), (node.runtime, 0o755), (node.runtime / "broker.sock", 0o777)):
+        path.chmod(mode)
+    code = (
+        "import os, socket, sys\nos.setuid(12345)\n"
+        "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\ns.connect(sys.argv[1])\n"
+        "sys.stdout.buffer.write(s.recv(4096))"
+    )
+    at = str(node.runtime / "broker.sock")
+    done = subprocess.run([sys.executable, "-S", "-c", code, at], capture_output=True, check=True, timeout=20)
+    name, m = wire.decode(done.stdout)
+    assert (name, m["code"]) == ("error", wire.ERROR_CODES["NotAllowed"])
+    assert len(node.status()["clients"]) == 1
+
+
 def test_a_stale_socket_file_is_replaced(node):
     node.runtime.mkdir(mode=0o700)
     stale = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

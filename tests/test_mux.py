@@ -196,6 +196,31 @@ with mux.phase("long") as lease:
     assert hear(a) == "back"
 
 
+def test_an_idle_that_does_not_get_the_device_back_says_why(node_factory):
+    node = node_factory("32M")
+    a = node.start(
+        """
+mux = pymux.connect("a")
+try:
+    with mux.phase("long", timeout=0.3) as lease, lease.idle():
+        say("idle"); hear()
+except pymux.AcquireTimeout as e:
+    say("timeout")
+hear()
+with mux.phase("again"): say("again")
+"""
+    )
+    assert hear(a) == "idle"
+    b = job(node, "b", 1, pages=2)
+    assert order(b, "hold") == "holding"
+    say(a)
+    assert hear(a) == "timeout"
+    say(b)
+    assert hear(b) == "left"
+    say(a)
+    assert hear(a) == "again"
+
+
 def test_a_yield_point_switches_only_when_somebody_waits(node_factory):
     node = node_factory("32M")
     a = node.start(
