@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pymux import wire
-from pymux.errors import NotAllowed, ProtocolError, PymuxError
+from pymux.errors import DriverError, NotAllowed, ProtocolError, PymuxError
 from pymux.events import (
     Acquire,
     Action,
@@ -53,6 +53,7 @@ RECOVERY_SECONDS = 1.0  # clients of a dead broker reconnect within milliseconds
 BUDGET_SECONDS = 2.0  # how often NVML is asked
 CONTEXT_HEADROOM = 0.10  # of a device whose contexts cost memory: room for activations
 MAX_OUTBOX = 4096  # messages to a client that does not read
+MAX_REQUEST = 4096  # bytes of a client's message; the longest is a hello of a few hundred
 
 
 @dataclass(slots=True)
@@ -191,7 +192,12 @@ class Broker:
         if now >= self._budget_at + BUDGET_SECONDS:
             self._budget_at = now
             for name in self._devices:
-                self._handle(Budget(device=name, pages=self._budget(name)), now)
+                try:
+                    pages = self._budget(name)
+                except DriverError as e:
+                    log.warning("the budget stays as it is: %s", e)
+                    continue
+                self._handle(Budget(device=name, pages=pages), now)
         if self._linger is not None and not self._clients() and now - self._idle_since >= self._linger:
             log.info("no clients for %.0f s: leaving", self._linger)
             self._stopping = True
@@ -229,7 +235,7 @@ class Broker:
     def _read(self, peer: Peer) -> None:
         for _ in range(64):  # then the others get a turn
             try:
-                packet, fds, flags, _ = socket.recv_fds(peer.sock, wire.MAX_MESSAGE, wire.MAX_FDS, socket.MSG_DONTWAIT)
+                packet, fds, flags, _ = socket.recv_fds(peer.sock, MAX_REQUEST, wire.MAX_FDS, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except OSError:

@@ -14,7 +14,7 @@ import pytest
 
 from pymux import wire
 from pymux.broker import AlreadyRunning, Broker
-from pymux.errors import NotAllowed
+from pymux.errors import DriverError, NotAllowed
 from pymux.nvml import Memory
 from tests.conftest import PAGE, hear, say
 from tests.test_handoff import job, order
@@ -24,8 +24,11 @@ UUID = bytes(range(16))
 
 class FakeNvml:
     used = 0
+    broken = False
 
     def memory(self, device):  # noqa: ARG002
+        if self.broken:
+            raise DriverError("NVML is not itself")
         return Memory(total=16 * PAGE, used=self.used)
 
 
@@ -179,6 +182,25 @@ def test_memory_that_others_use_is_not_given_out(tmp_path):
         _, m, _ = p.hello()
         p.close()
         assert m["budget"] == 12
+    finally:
+        b.stop()
+        thread.join()
+
+
+def test_a_broker_outlives_a_failing_nvml(tmp_path, monkeypatch):
+    monkeypatch.setattr("pymux.broker.BUDGET_SECONDS", 0.02)
+    nvml = FakeNvml()
+    b = Broker(tmp_path / "run", nvml, linger=None)
+    thread = threading.Thread(target=b.run)
+    thread.start()
+    try:
+        p = Peer(tmp_path / "run" / "broker.sock")
+        p.hello()
+        nvml.broken = True
+        time.sleep(0.1)
+        p.send("acquire", seq=1, want=1)
+        assert p.receive()[0] == "grant"
+        p.close()
     finally:
         b.stop()
         thread.join()
