@@ -21,7 +21,9 @@ MIB = 1 << 20
 PAGE = 2 * MIB
 
 # Set before anything loads the driver in this process: tests never share a device with a user.
-_HOME = Path(tempfile.mkdtemp(prefix="pymux-test-", dir="/dev/shm"))
+# Child processes that import this file share the session's.
+_HOME = Path(os.environ.get("PYMUX_TEST_HOME") or tempfile.mkdtemp(prefix="pymux-test-", dir="/dev/shm"))
+os.environ["PYMUX_TEST_HOME"] = str(_HOME)
 os.environ["PYMUX_SIM_DIR"] = str(_HOME / "sim")
 os.environ["PYMUX_SIM_CAPACITY"] = "64M"
 os.environ["PYMUX_SIM_LINK"] = "8e9"

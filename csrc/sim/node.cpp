@@ -139,6 +139,7 @@ bool open_device(Device& dev) {
   dev.control = static_cast<Control*>(p);
   Control& c = *dev.control;
   if (first) {
+    reap_locked(dev);  // what the last processes left when they were killed
     std::uint64_t capacity = parse_size(env("PYMUX_SIM_CAPACITY", ""));
     std::uint64_t rate = parse_size(env("PYMUX_SIM_LINK", ""));
     c.capacity = capacity ? capacity : kDefaultCapacity;
