@@ -79,6 +79,7 @@ class Device:
     """A device, and the page descriptors that nobody holds."""
 
     page_size: int
+    total: int  # bytes
     fds: list[int] = field(default_factory=list)
 
 
@@ -430,28 +431,27 @@ class Broker:
     def _add_device(self, name: str, page_size: int) -> None:
         if name in self._devices:
             return
-        self._nvml.memory(name)
-        self._devices[name] = Device(page_size=page_size)
+        self._devices[name] = Device(page_size=page_size, total=self._nvml.memory(name).total)
         self._scheduler.add_device(name, page_size, self._budget(name), self._room(name, 0))
 
     def _budget(self, name: str) -> int:
         """Pages for clients: all memory but what NVML says that others use."""
-        memory = self._nvml.memory(name)
         device = self._devices[name]
         if self._scheduler.frozen_until:
             return self._room(name, 0)  # most of what is used is clients' that are not back yet
         managed = len(device.fds)
         if name in self._scheduler.banks:
             managed += sum(a.held for a in self._scheduler.banks[name].accounts.values())
-        others = max(0, memory.used - managed * device.page_size)
+        others = max(0, self._nvml.memory(name).used - managed * device.page_size)
         if others:
-            others = max(others, int(memory.total * CONTEXT_HEADROOM))
+            others = max(others, int(device.total * CONTEXT_HEADROOM))
         return self._room(name, others)
 
     def _room(self, name: str, others: int) -> int:
         """Pages for clients when others use so many bytes."""
-        room = self._nvml.memory(name).total - others
-        return (min(room, self._capacity) if self._capacity else room) // self._devices[name].page_size
+        device = self._devices[name]
+        room = device.total - others
+        return (min(room, self._capacity) if self._capacity else room) // device.page_size
 
     def _trim(self, name: str) -> None:
         """Close descriptors that the budget has no room for, so that others can use the memory."""

@@ -210,3 +210,13 @@ def context(cuda):
     yield ctx
     cuda.ok("cuCtxSetCurrent", None)
     cuda.ok("cuDevicePrimaryCtxRelease_v2", 0)
+
+
+@pytest.fixture
+def vmm(cuda, context):
+    """Virtual-memory calls whose leftovers are undone."""
+    from tests.vmm import Vmm
+
+    v = Vmm(cuda)
+    yield v
+    v.close()

@@ -9,19 +9,13 @@ import time
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.cuda_types import INVALID_VALUE, OUT_OF_MEMORY, UNKNOWN, prop
-from tests.test_driver_contract import Vmm, byref, size_t, u64
+from tests.vmm import byref, size_t, u64
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("PYMUX_TEST_DRIVER", "sim") != "sim", reason="the GPU's driver is under test"
 )
-
-
-@pytest.fixture
-def vmm(cuda, context):
-    v = Vmm(cuda)
-    yield v
-    v.close()
 
 
 def free_bytes(cuda):
@@ -44,9 +38,8 @@ sys.stdin.readline()
 
 
 def holder(driver_path, size):
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     p = subprocess.Popen(
-        [sys.executable, "-c", HOLDER.format(root=root, path=driver_path, size=size)],
+        [sys.executable, "-c", HOLDER.format(root=str(ROOT), path=driver_path, size=size)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -94,12 +87,11 @@ def test_a_copy_to_an_address_without_access_is_refused(vmm, cuda):
 
 @pytest.mark.parametrize("state", ["reserved", "mapped without access", "unmapped"])
 def test_touching_memory_that_is_not_there_faults(driver_path, state):
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     code = f"""
 import ctypes, sys
-sys.path.insert(0, {root!r})
+sys.path.insert(0, {str(ROOT)!r})
 from tests.conftest import Cuda
-from tests.test_driver_contract import Vmm, u64, size_t
+from tests.vmm import Vmm, u64, size_t
 cuda = Cuda({driver_path!r}); ctx = ctypes.c_void_p()
 cuda.ok("cuInit", 0); cuda.ok("cuDevicePrimaryCtxRetain", ctypes.byref(ctx), 0); cuda.ok("cuCtxSetCurrent", ctx)
 v = Vmm(cuda)
@@ -150,12 +142,11 @@ def test_the_link_has_the_bandwidth_it_was_given(vmm, cuda):
 
 
 def test_work_that_touches_unmapped_memory_poisons_the_context(driver_path):
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     code = f"""
 import ctypes, sys
-sys.path.insert(0, {root!r})
+sys.path.insert(0, {str(ROOT)!r})
 from tests.conftest import Cuda
-from tests.test_driver_contract import Vmm, u64, size_t, byref
+from tests.vmm import Vmm, u64, size_t, byref
 cuda = Cuda({driver_path!r}); ctx = ctypes.c_void_p()
 cuda.ok("cuInit", 0); cuda.ok("cuDevicePrimaryCtxRetain", ctypes.byref(ctx), 0); cuda.ok("cuCtxSetCurrent", ctx)
 v = Vmm(cuda); ptr = v.mapped(pages=4); n = 4 * v.page
