@@ -7,8 +7,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/sim/*.h csrc/sim/*.cpp)
-CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/sim/*.h csrc/sim/*.cpp)
+SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/sim/*.h csrc/sim/*.cpp)
+CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/sim/*.h csrc/sim/*.cpp)
 
 .PHONY: demo test lint format stub sanitize clean
 

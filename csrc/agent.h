@@ -7,6 +7,7 @@
 // held_ = pages the broker counts for this client = in regions + spare + not yet minted.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -15,13 +16,16 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "backing.h"
+#include "fingerprint.h"
 #include "pager.h"
 #include "region.h"
+#include "spill.h"
 #include "wire.h"
 
 namespace pymux {
@@ -35,20 +39,24 @@ struct AgentOptions {
   std::size_t page_size = 0;    // bytes; 0: by the device's size
   bool pass_pages = true;       // hand physical pages over as file descriptors
   bool snapshot = false;        // swap everything out at every yield, for comparison
+  bool duplex = true;           // copy in both directions at once
+  bool poison = false;          // fill pages that were discarded
   double connect_timeout = 10;  // seconds, for starting or finding a broker
 };
 
 struct RegionStats {
   std::string name;
   bool keep = true;
-  std::uint64_t base = 0, live = 0, resident = 0, clean = 0, dirty = 0, evicted = 0, discarded = 0;  // bytes
+  // bytes; resident = clean + dirty, and spilled is the part of evicted that is in the file
+  std::uint64_t base = 0, live = 0, resident = 0, clean = 0, dirty = 0, evicted = 0, spilled = 0, discarded = 0;
   RegionCounters counters;
 };
 
 struct AgentStats {
   std::string phase;                                                             // idle, waiting, active or parked
   std::uint64_t generation = 0, held = 0, spare = 0, page_size = 0, budget = 0;  // pages but page_size
-  std::uint64_t host_pinned = 0, host_used = 0;                                  // bytes
+  std::uint64_t host_pinned = 0, host_used = 0, host_granted = 0;                // bytes
+  bool duplex = true, fingerprints = true;
   std::uint64_t grants = 0, reentries = 0, reconnects = 0;
   std::string last_fault;  // of a swap that was undone
   std::vector<RegionStats> regions;
@@ -61,16 +69,24 @@ class Agent {
   explicit Agent(AgentOptions options);  // connects; throws BrokerLost, ProtocolError, ClientExists, ...
   ~Agent();
 
-  std::shared_ptr<Region> create_region(const std::string& name, OnEvict on_evict);
+  std::shared_ptr<Region> create_region(const std::string& name, OnEvict on_evict, bool fingerprint);
   const Device& device() const { return device_; }
   std::size_t page_size() const { return page_size_; }
 
-  // Blocks until the lease is active with every page of `uses` resident. `writes` are the regions
-  // whose pages may become dirty. expected, timeout: seconds; timeout < 0 waits for ever.
-  // `interrupted` is asked now and then, without a lock; true gives up and throws Interrupted.
+  // Blocks until the lease is active with every page of `uses` resident, in the order named; the
+  // regions of `lazy` follow meanwhile. `writes` are the regions whose pages may become dirty.
+  // expected, timeout: seconds; timeout < 0 waits for ever. `interrupted` is asked now and then,
+  // without a lock; true gives up and throws Interrupted.
   void acquire(const std::string& phase, std::vector<std::shared_ptr<Region>> uses,
-               std::vector<std::shared_ptr<Region>> writes, double expected, double timeout,
-               const std::function<bool()>& interrupted);
+               std::vector<std::shared_ptr<Region>> lazy, std::vector<std::shared_ptr<Region>> writes, double expected,
+               double timeout, const std::function<bool()>& interrupted);
+  // Waits until a region that the phase uses is resident.
+  void require(const std::shared_ptr<Region>& region);
+  // The phase does not touch the region any more: waits for the device, then its pages may be
+  // written back, and given away.
+  void done_with(const std::shared_ptr<Region>& region);
+  // The open phase writes the region, whatever it said.
+  void touch(const std::shared_ptr<Region>& region);
   // Waits for the device work of this process, then parks or returns the lease.
   void leave();
   bool recalled() const { return recalled_flag_.load(std::memory_order_relaxed); }
@@ -78,12 +94,14 @@ class Agent {
 
   // A block of the region, resident; needs an active lease. Throws DeviceOutOfMemory, ...
   CUdeviceptr allocate(const std::shared_ptr<Region>& region, std::size_t bytes);
+  // See Region::set_live().
+  void set_live(const std::shared_ptr<Region>& region, std::optional<std::vector<Range>> ranges);
   // Contents of [ptr, ptr + bytes) from wherever they are, without a lease.
   void read(const std::shared_ptr<Region>& region, CUdeviceptr ptr, std::size_t bytes, void* to);
   // Swaps the region (all regions without one) out and gives its pages to the bank. Not in a phase.
   // Throws what kept a page on the device, after trying the others.
   void evict(const std::shared_ptr<Region>& region);
-  std::size_t trim_host();  // unpins free backing memory; bytes released
+  std::size_t trim_host();  // unpins free backing memory, shortens the spill file; bytes released
   AgentStats stats();
   std::vector<SwapSpan> spans();
   // Gives lease and pages back and ends the thread. Contents of regions are gone. Idempotent.
@@ -91,7 +109,7 @@ class Agent {
 
  private:
   enum class Phase { idle, waiting, active, parked };
-  struct Ensure {  // an allocation that waits for its pages
+  struct Ensure {  // a caller in a phase that waits for pages
     std::shared_ptr<Region> region;
     std::size_t first = 0, count = 0;
     bool done = false;
@@ -104,46 +122,71 @@ class Agent {
   void run_on_agent(std::function<void()> work);
   bool resident_locked(const std::vector<std::shared_ptr<Region>>& regions) const;
   bool resident_locked(const Region& r, std::size_t first, std::size_t count) const;
+  void wait_for(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Ensure>& ensure);
   void activate_locked();
+  std::uint64_t expected_takes_locked() const;
   void release_locked();
   bool follows_at_once_locked() const;
 
-  // agent thread
+  // agent thread: the loop (agent_loop.cpp)
   void run(std::promise<void>& ready);
   void connect_broker(std::uint32_t flags);
   bool say_hello(std::uint32_t flags);
   void drop_socket();
   void reconnect();
+  bool busy();
   void wait_for_work();
+  void poll_once(int timeout_ms);
+  void wake();
   void take_commands();
   void take_messages();
   void handle(const std::vector<char>& message, std::vector<Fd>& fds);
-  bool busy();
-  void step();
-  void hand_out(Page page);
-  bool give_spare();
-  bool start_out();
-  void finish_out();
-  bool start_in();
-  void finish_in();
-  bool obtain(std::vector<Page>& physical, std::size_t count);
-  std::vector<PageRef> candidates();
-  void queue_missing(const std::shared_ptr<Region>& r, std::size_t first, std::size_t count);
   void begin_acquire();
   void give_up(std::uint64_t seq);
   void send_want();
+  void send_ready();
+  void send_figures();
   void settle();
   void fail_waiters(std::exception_ptr error);
   void note_fault(std::exception_ptr error);
+  void give_all_back();
+
+  // agent thread: pages (agent_pages.cpp)
+  void step();
+  bool demand() const;
+  void hand_out(Page page);
+  bool give_spare();
+  bool start_out();
+  void fail_out();
+  void finish_out();
+  bool start_in();
+  void finish_in();
+  bool start_save();
+  void finish_save();
+  void plan_saves();
+  bool obtain(std::vector<Page>& physical, std::size_t count);
+  std::vector<PageRef> candidates(bool for_saving);
+  void queue_missing(const std::shared_ptr<Region>& r, std::size_t first, std::size_t count);
+  std::int64_t take_slot();
+  std::optional<Store> store_for(PageRef ref);
+  bool reclaim_dead();
+  void plan_host();
+  void ask_host(std::size_t bytes, bool urgent);
+  void take_fingerprints(const Region* only);
   void flush_pages();
   void evict_now(const Region* only, bool always_copy);
-  void give_all_back();
+
   template <class M>
-  void send(const M& message, const std::vector<Fd>& fds = {});
+  void send(const M& message, const std::vector<Fd>& fds = {}) {
+    send_bytes(&message, sizeof message, fds);
+  }
+  void send_bytes(const void* message, std::size_t size, const std::vector<Fd>& fds);
   wire::Counts counts_locked();
   std::uint64_t want_locked() const;
   std::uint64_t own_locked() const;
   bool in_use_locked(const Region& r) const;
+  bool written_locked(const Region& r) const;
+  bool running_locked() const { return phase_ == Phase::active || (phase_ == Phase::waiting && granted_); }
 
   const AgentOptions options_;
   Device device_;
@@ -165,27 +208,41 @@ class Agent {
   double left_at_ = 0, linger_until_ = 0;    // 0: not
   bool extended_ = false;                    // this lease had a phase after its recall
   double expected_ = 0;
-  std::vector<std::shared_ptr<Region>> uses_, writes_;
+  std::vector<std::shared_ptr<Region>> uses_, lazy_, writes_;  // uses_: without the lazy ones
+  // Pages taken for others between two phases: now, and the latest times. What may be expected of
+  // the next time bounds write-back, so that it copies nothing in vain.
+  std::uint64_t taken_ = 0;
+  std::array<std::uint64_t, 4> recent_taken_{};
   std::vector<std::shared_ptr<Ensure>> ensures_;
   std::deque<std::function<void()>> commands_;
   std::uint64_t held_ = 0, used_ = 0, budget_ = 0;
   std::uint64_t grants_ = 0, reentries_ = 0, reconnects_ = 0;
   std::string last_fault_;
+  std::string spill_dir_;
+  bool fingerprints_ = true;  // there is a kernel for this device, as far as known
 
   // the agent thread's own
   std::deque<PageRef> fill_;      // pages that somebody waits for
   std::vector<PageRef> victims_;  // in the order to go, best last
   bool victims_known_ = false;
-  std::uint64_t quota_ = 0;    // pages still to give away
-  std::uint32_t missing_ = 0;  // of those, found impossible
-  bool always_copy_ = false;
+  std::deque<PageRef> saves_;                 // to be written back
+  bool save_due_ = false;                     // look for such
+  bool stalled_ = false;                      // a swap-out waits for host memory
+  std::uint64_t quota_ = 0;                   // pages still to give away
+  std::uint32_t missing_ = 0;                 // of those, found impossible
+  bool always_copy_ = false, local_ = false;  // of an evict() of our own
   std::vector<Page> spare_;
   std::vector<Fd> spare_fds_;
   std::vector<Fd> outgoing_;
   std::uint32_t outgoing_bare_ = 0;
   double mint_deadline_ = 0, retry_at_ = 0;
   std::unique_ptr<Backing> backing_;
+  std::unique_ptr<Spill> spill_;
   std::unique_ptr<Pager> pager_;
+  std::unique_ptr<Fingerprinter> fingerprinter_;
+  bool host_asked_ = false, host_exhausted_ = false;
+  std::size_t host_told_ = 0;  // bytes last asked for without urgency
+  double host_full_until_ = 0;
   std::exception_ptr fault_;  // the latest
   bool stop_ = false;
   std::atomic<std::uint64_t> spare_physical_{0};  // spare_ and spare_fds_, for other threads

@@ -3,10 +3,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <future>
 #include <optional>
 
 #include "agent.h"
 #include "driver.h"
+#include "duplex.h"
 #include "error.h"
 #include "torch_allocator.h"
 
@@ -39,6 +41,9 @@ py::dict to_dict(const AgentStats& s) {
   d["budget_pages"] = s.budget;
   d["host_pinned_bytes"] = s.host_pinned;
   d["host_used_bytes"] = s.host_used;
+  d["host_granted_bytes"] = s.host_granted;
+  d["duplex"] = s.duplex;
+  d["fingerprints"] = s.fingerprints;
   d["grants"] = s.grants;
   d["reentries"] = s.reentries;
   d["reconnects"] = s.reconnects;
@@ -52,12 +57,20 @@ py::dict to_dict(const AgentStats& s) {
     e["clean_bytes"] = r.clean;
     e["dirty_bytes"] = r.dirty;
     e["evicted_bytes"] = r.evicted;
+    e["spilled_bytes"] = r.spilled;
     e["discarded_bytes"] = r.discarded;
-    e["swapped_out_bytes"] = r.counters.bytes_out;
-    e["swapped_in_bytes"] = r.counters.bytes_in;
+    e["swapped_out_bytes"] = r.counters.out();
+    e["written_back_bytes"] = r.counters.out_written_back;
+    e["swapped_in_bytes"] = r.counters.in();
+    e["prefetched_bytes"] = r.counters.in_prefetched;
+    e["streamed_bytes"] = r.counters.in_streamed;
+    e["avoided_bytes"] = r.counters.avoided();
     e["avoided_clean_bytes"] = r.counters.avoided_clean;
-    e["avoided_dead_bytes"] = r.counters.avoided_dead;
-    e["lost_pages"] = r.counters.lost_pages;
+    e["avoided_unchanged_bytes"] = r.counters.avoided_unchanged;
+    e["avoided_free_bytes"] = r.counters.avoided_free;
+    e["avoided_not_live_bytes"] = r.counters.avoided_not_live;
+    e["avoided_discarded_bytes"] = r.counters.avoided_discarded;
+    e["lost_bytes"] = r.counters.lost_pages * s.page_size;
     e["lost_generation"] = r.counters.generation;
     regions[py::str(r.name)] = e;
   }
@@ -136,6 +149,16 @@ PYBIND11_MODULE(_core, m) {
       .def("probe_export", &Device::probe_export, Released(),
            "Create, export, import and free one allocation; raises what the driver says.");
 
+  m.def(
+      "measure_link",
+      [](int ordinal) {
+        // On a thread of its own: the caller's current context stays as it is.
+        LinkRates r = std::async(std::launch::async, [&] { return measure_link(Device(ordinal)); }).get();
+        return std::make_tuple(r.out, r.in, r.both, r.gains());
+      },
+      py::arg("ordinal"), Released(),
+      "Copy rates to the host, to the device and both at once, in bytes per second, and whether both at once gain.");
+
   py::class_<Block>(m, "Block", py::buffer_protocol(), "A live block of a region's memory.")
       .def_readonly("ptr", &Block::ptr)
       .def_readonly("size", &Block::size)
@@ -148,6 +171,7 @@ PYBIND11_MODULE(_core, m) {
       .def_readonly("name", &Region::name)
       .def_property_readonly("on_evict",
                              [](const Region& r) { return r.on_evict == OnEvict::keep ? "keep" : "discard"; })
+      .def_readonly("fingerprint", &Region::fingerprint)
       .def_property_readonly("base", [](const Region& r) { return r.addresses.base(); })
       .def_property_readonly("size", [](const Region& r) { return r.addresses.size(); })
       .def_property_readonly("live_bytes", &Region::live_bytes)
@@ -157,12 +181,13 @@ PYBIND11_MODULE(_core, m) {
       .def_readonly("out", &SwapSpan::out)
       .def_readonly("begin", &SwapSpan::begin)
       .def_readonly("end", &SwapSpan::end)
+      .def_readonly("background", &SwapSpan::background)
       .def_readonly("bytes", &SwapSpan::bytes);
 
   py::class_<Agent, std::shared_ptr<Agent>>(m, "Agent", "This process's connection to the broker, and its pages.")
       .def(py::init([](std::string socket, std::vector<std::string> spawn, std::string job, std::string client,
                        std::string group, std::uint32_t rank, std::uint32_t world, int device, std::size_t page_size,
-                       bool pass_pages, bool snapshot, double connect_timeout) {
+                       bool pass_pages, bool snapshot, bool duplex, bool poison, double connect_timeout) {
              AgentOptions o;
              o.socket = std::move(socket);
              o.spawn = std::move(spawn);
@@ -175,30 +200,33 @@ PYBIND11_MODULE(_core, m) {
              o.page_size = page_size;
              o.pass_pages = pass_pages;
              o.snapshot = snapshot;
+             o.duplex = duplex;
+             o.poison = poison;
              o.connect_timeout = connect_timeout;
              py::gil_scoped_release release;
              return std::make_shared<Agent>(std::move(o));
            }),
            py::kw_only(), py::arg("socket"), py::arg("spawn"), py::arg("job"), py::arg("client"), py::arg("group"),
            py::arg("rank"), py::arg("world"), py::arg("device"), py::arg("page_size"), py::arg("pass_pages"),
-           py::arg("snapshot"), py::arg("connect_timeout"))
+           py::arg("snapshot"), py::arg("duplex"), py::arg("poison"), py::arg("connect_timeout"))
       .def(
           "create_region",
-          [](Agent& a, const std::string& name, bool keep) {
-            auto r = a.create_region(name, keep ? OnEvict::keep : OnEvict::discard);
+          [](Agent& a, const std::string& name, bool keep, bool fingerprint) {
+            auto r = a.create_region(name, keep ? OnEvict::keep : OnEvict::discard, fingerprint);
             torch_allocator::add(r);
             return r;
           },
-          py::arg("name"), py::arg("keep"), Released())
+          py::arg("name"), py::arg("keep"), py::arg("fingerprint"), Released())
       .def(
           "acquire",
           [](Agent& a, const std::string& phase, std::vector<std::shared_ptr<Region>> uses,
-             std::vector<std::shared_ptr<Region>> writes, double expected, double timeout) {
+             std::vector<std::shared_ptr<Region>> lazy, std::vector<std::shared_ptr<Region>> writes, double expected,
+             double timeout) {
             bool interrupted = false;
             {
               py::gil_scoped_release release;
               try {
-                a.acquire(phase, std::move(uses), std::move(writes), expected, timeout, [] {
+                a.acquire(phase, std::move(uses), std::move(lazy), std::move(writes), expected, timeout, [] {
                   py::gil_scoped_acquire gil;
                   return PyErr_CheckSignals() != 0;
                 });
@@ -208,8 +236,26 @@ PYBIND11_MODULE(_core, m) {
             }
             if (interrupted) throw py::error_already_set();
           },
-          py::arg("phase"), py::arg("uses"), py::arg("writes"), py::arg("expected"), py::arg("timeout"),
+          py::arg("phase"), py::arg("uses"), py::arg("lazy"), py::arg("writes"), py::arg("expected"),
+          py::arg("timeout"),
           "Block until the lease is active with every page of `uses` resident; seconds, timeout < 0 for ever.")
+      .def("require", &Agent::require, py::arg("region"), Released(), "Wait, in a phase, until a region is resident.")
+      .def("done_with", &Agent::done_with, py::arg("region"), Released(),
+           "Wait for the device, then let the region's pages be written back and given away within the phase.")
+      .def("touch", &Agent::touch, py::arg("region"), Released(), "The open phase writes the region.")
+      .def(
+          "set_live",
+          [](Agent& a, const std::shared_ptr<Region>& region,
+             const std::optional<std::vector<std::pair<std::size_t, std::size_t>>>& ranges) {
+            std::optional<std::vector<Range>> out;
+            if (ranges) {
+              out.emplace();
+              for (auto& [offset, size] : *ranges) out->push_back({offset, size});
+            }
+            a.set_live(region, std::move(out));
+          },
+          py::arg("region"), py::arg("ranges"), Released(),
+          "Only these (offset, bytes) of the region, and later allocations, must survive an eviction; None: all.")
       .def("leave", &Agent::leave, Released(), "Wait for this process's device work, then park or return the lease.")
       .def_property_readonly("recalled", &Agent::recalled)
       .def_property_readonly("active", &Agent::active)

@@ -21,7 +21,9 @@ namespace pymux {
   X(cuEventSynchronize) X(cuMemcpyHtoDAsync) X(cuMemcpyDtoHAsync) X(cuMemGetAllocationGranularity) \
   X(cuMemAddressReserve) X(cuMemAddressFree) X(cuMemCreate) X(cuMemRelease) X(cuMemMap)            \
   X(cuMemUnmap) X(cuMemSetAccess) X(cuMemExportToShareableHandle)                                  \
-  X(cuMemImportFromShareableHandle) X(cuMemHostRegister) X(cuMemHostUnregister)
+  X(cuMemImportFromShareableHandle) X(cuMemHostRegister) X(cuMemHostUnregister)                    \
+  X(cuMemsetD8Async) X(cuMemHostAlloc) X(cuMemFreeHost) X(cuModuleLoadData) X(cuModuleUnload)      \
+  X(cuModuleGetFunction) X(cuLaunchKernel)
 // clang-format on
 
 struct Driver {

@@ -1,12 +1,41 @@
 #include "region.h"
 
+#include <algorithm>
+
 #include "fault.h"
 
 namespace pymux {
+namespace {
 
-Region::Region(std::string name_, OnEvict on_evict_, const Device& device, std::size_t page_size_)
+constexpr std::size_t kLine = 128;  // ranges grow to lines of the device's memory
+constexpr std::size_t kGap = 4096;  // a smaller gap is cheaper to copy than to skip
+
+// Sorted, without overlap; those nearer than `gap` joined.
+void normalize(std::vector<Range>& ranges, std::size_t gap) {
+  std::sort(ranges.begin(), ranges.end(), [](auto& a, auto& b) { return a.offset < b.offset; });
+  std::size_t n = 0;
+  for (const Range& r : ranges) {
+    if (r.size == 0) continue;
+    if (n > 0 && r.offset <= ranges[n - 1].offset + ranges[n - 1].size + gap) {
+      ranges[n - 1].size = std::max(ranges[n - 1].size, r.offset + r.size - ranges[n - 1].offset);
+    } else {
+      ranges[n++] = r;
+    }
+  }
+  ranges.resize(n);
+}
+
+bool covers(const std::vector<Range>& outer, const Range& r) {
+  return std::any_of(outer.begin(), outer.end(),
+                     [&](auto& o) { return o.offset <= r.offset && r.offset + r.size <= o.offset + o.size; });
+}
+
+}  // namespace
+
+Region::Region(std::string name_, OnEvict on_evict_, bool fingerprint_, const Device& device, std::size_t page_size_)
     : name(std::move(name_)),
       on_evict(on_evict_),
+      fingerprint(fingerprint_),
       page_size(page_size_),
       // Addresses cost nothing: twice the device, so that memory runs out before they do.
       addresses((2 * device.total() + page_size_ - 1) / page_size_ * page_size_, page_size_),
@@ -16,28 +45,73 @@ Region::Region(std::string name_, OnEvict on_evict_, const Device& device, std::
 Region::~Region() { fault::forget(addresses.base()); }
 
 std::int64_t Region::allocate(std::size_t bytes) {
-  std::lock_guard lock(arena_mutex_);
-  return arena_.allocate(bytes);
+  std::lock_guard lock(mutex_);
+  const std::int64_t offset = arena_.allocate(bytes);
+  if (offset >= 0 && live_) {
+    live_->push_back({static_cast<std::size_t>(offset), bytes});
+    normalize(*live_, 0);
+  }
+  return offset;
 }
 
 bool Region::free(std::size_t offset) {
-  std::lock_guard lock(arena_mutex_);
+  std::lock_guard lock(mutex_);
   return arena_.free(offset);
 }
 
-bool Region::live(std::size_t page) const {
-  std::lock_guard lock(arena_mutex_);
+bool Region::allocated(std::size_t page) const {
+  std::lock_guard lock(mutex_);
   return arena_.any_live(page * page_size, page_size);
 }
 
+bool Region::live(std::size_t page) const {
+  std::lock_guard lock(mutex_);
+  return arena_.any_live(page * page_size, page_size) && (!live_ || !pieces_locked(page).empty());
+}
+
+std::vector<Range> Region::pieces(std::size_t page) const {
+  std::lock_guard lock(mutex_);
+  return pieces_locked(page);
+}
+
+std::vector<Range> Region::pieces_locked(std::size_t page) const {
+  if (!live_) return {{0, page_size}};
+  const std::size_t begin = page * page_size, end = begin + page_size;
+  std::vector<Range> out;
+  auto it = std::lower_bound(live_->begin(), live_->end(), begin,
+                             [](const Range& r, std::size_t at) { return r.offset + r.size <= at; });
+  for (; it != live_->end() && it->offset < end; ++it) {
+    const std::size_t from = std::max(it->offset, begin) / kLine * kLine;
+    const std::size_t to = std::min((std::min(it->offset + it->size, end) + kLine - 1) / kLine * kLine, end);
+    out.push_back({from - begin, to - from});
+  }
+  normalize(out, kGap);
+  return out;
+}
+
 std::size_t Region::used_pages() const {
-  std::lock_guard lock(arena_mutex_);
+  std::lock_guard lock(mutex_);
   return (arena_.extent() + page_size - 1) / page_size;
 }
 
 std::size_t Region::live_bytes() const {
-  std::lock_guard lock(arena_mutex_);
+  std::lock_guard lock(mutex_);
   return arena_.live_bytes();
+}
+
+std::vector<std::size_t> Region::set_live(std::optional<std::vector<Range>> ranges) {
+  if (ranges) normalize(*ranges, 0);
+  std::lock_guard lock(mutex_);
+  const std::size_t used = (arena_.extent() + page_size - 1) / page_size;
+  std::vector<std::vector<Range>> before(used);
+  for (std::size_t i = 0; i < used; ++i) before[i] = pieces_locked(i);
+  live_ = std::move(ranges);
+  std::vector<std::size_t> grown;
+  for (std::size_t i = 0; i < used; ++i) {
+    const auto now = pieces_locked(i);
+    if (!std::all_of(now.begin(), now.end(), [&](auto& r) { return covers(before[i], r); })) grown.push_back(i);
+  }
+  return grown;
 }
 
 }  // namespace pymux

@@ -2,7 +2,11 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <cstring>
+#include <functional>
+#include <mutex>
+#include <vector>
 
 #include "error.h"
 
@@ -15,7 +19,42 @@ int attribute(CUdevice_attribute a, CUdevice dev) {
   check(cu().cuDeviceGetAttribute(&v, a, dev), "cuDeviceGetAttribute");
   return v;
 }
+
+// What is left to give back. Never destroyed: owners may outlive static objects.
+struct Leftovers {
+  std::mutex mutex;  // guards calls
+  std::vector<std::function<CUresult()>> calls;
+  std::atomic<bool> any{false};
+};
+Leftovers& leftovers() {
+  static auto* l = new Leftovers();
+  return *l;
+}
+
+// The driver is shutting down, or a fork of the process that had it: nothing is ours any more.
+bool over(CUresult r) {
+  return r == CUDA_SUCCESS || r == CUDA_ERROR_DEINITIALIZED || r == CUDA_ERROR_NOT_INITIALIZED ||
+         r == CUDA_ERROR_CONTEXT_IS_DESTROYED;
+}
+
+template <class F>
+void give_back(F call) {
+  if (over(call())) return;
+  auto& l = leftovers();
+  std::lock_guard lock(l.mutex);
+  l.calls.emplace_back(call);
+  l.any = true;
+}
 }  // namespace
+
+bool retry_releases() {
+  auto& l = leftovers();
+  if (!l.any.load(std::memory_order_relaxed)) return true;
+  std::lock_guard lock(l.mutex);
+  std::erase_if(l.calls, [](auto& call) { return over(call()); });
+  l.any = !l.calls.empty();
+  return l.calls.empty();
+}
 
 Fd::~Fd() {
   if (fd_ >= 0) ::close(fd_);
@@ -40,6 +79,7 @@ Device::Device(int ordinal) : ordinal_(ordinal) {
     throw Error("DriverError", name_ + " has no virtual memory management, which pymux needs.");
   can_export_ = attribute(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, dev) != 0;
   host_addressable_ = attribute(CU_DEVICE_ATTRIBUTE_DIRECT_MANAGED_MEM_ACCESS_FROM_HOST, dev) != 0;
+  host_numa_node_ = attribute(CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, dev);
   CUmemAllocationProp p = prop();
   check(cu().cuMemGetAllocationGranularity(&granularity_, &p, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
         "cuMemGetAllocationGranularity");
@@ -92,7 +132,7 @@ Page Page::import(const Fd& fd) {
 }
 
 Page::~Page() {
-  if (handle_) cu().cuMemRelease(handle_);
+  if (handle_) give_back([h = handle_] { return cu().cuMemRelease(h); });
 }
 
 Fd Page::export_fd() const {
@@ -113,7 +153,7 @@ Reservation::Reservation(std::size_t size, std::size_t alignment) : size_(size) 
 }
 
 Reservation::~Reservation() {
-  if (base_) cu().cuMemAddressFree(base_, size_);
+  if (base_) give_back([b = base_, n = size_] { return cu().cuMemAddressFree(b, n); });
 }
 
 Mapping::Mapping(CUdeviceptr at, std::size_t size, const Page& page) : size_(size) {
@@ -122,7 +162,7 @@ Mapping::Mapping(CUdeviceptr at, std::size_t size, const Page& page) : size_(siz
 }
 
 Mapping::~Mapping() {
-  if (at_) cu().cuMemUnmap(at_, size_);
+  if (at_) give_back([at = at_, n = size_] { return cu().cuMemUnmap(at, n); });
 }
 
 void Mapping::unmap() {
@@ -146,15 +186,19 @@ Stream::Stream(Priority priority) {
 }
 
 Stream::~Stream() {
-  if (stream_) cu().cuStreamDestroy(stream_);
+  if (stream_) give_back([x = stream_] { return cu().cuStreamDestroy(x); });
 }
 
 void Stream::synchronize() const { check(cu().cuStreamSynchronize(stream_), "cuStreamSynchronize"); }
 
-Event::Event() { check(cu().cuEventCreate(&event_, CU_EVENT_DISABLE_TIMING), "cuEventCreate"); }
+Event Event::create() {
+  Event e;
+  check(cu().cuEventCreate(&e.event_, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+  return e;
+}
 
 Event::~Event() {
-  if (event_) cu().cuEventDestroy(event_);
+  if (event_) give_back([x = event_] { return cu().cuEventDestroy(x); });
 }
 
 void Event::record(const Stream& stream) { check(cu().cuEventRecord(event_, stream.get()), "cuEventRecord"); }

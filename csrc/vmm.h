@@ -1,7 +1,8 @@
 // One move-only owner per driver object. What it is not: it knows nothing of regions or leases.
 //
 // Invariants: a destructor never throws; an owner that was moved from owns nothing; explicit
-// release calls throw, destructors stay silent (the process may be exiting).
+// release calls throw. What a destructor could not give back is kept and tried again by
+// retry_releases(), so that a driver call that fails once leaks nothing.
 #pragma once
 
 #include <cuda.h>
@@ -13,6 +14,9 @@
 #include "driver.h"
 
 namespace pymux {
+
+// Tries again what destructors could not give back; false when something is still left.
+bool retry_releases();
 
 // A file descriptor.
 class Fd {
@@ -49,6 +53,7 @@ class Device {
   bool can_export() const { return can_export_; }
   // Host code may touch device addresses directly.
   bool host_addressable() const { return host_addressable_; }
+  int host_numa_node() const { return host_numa_node_; }  // nearest to the device; -1: none
   CUmemAllocationProp prop() const;
   // Creates, exports, imports and frees one allocation; throws what the driver says.
   void probe_export() const;
@@ -61,6 +66,7 @@ class Device {
   unsigned char uuid_[16] = {};
   std::size_t total_ = 0, granularity_ = 0;
   bool can_export_ = false, host_addressable_ = false;
+  int host_numa_node_ = -1;
   CUcontext context_ = nullptr;
 };
 
@@ -139,7 +145,8 @@ class Stream {
 
 class Event {
  public:
-  Event();
+  Event() = default;  // none
+  static Event create();
   Event(Event&& o) noexcept : event_(std::exchange(o.event_, nullptr)) {}
   Event& operator=(Event&& o) noexcept {
     std::swap(event_, o.event_);
@@ -149,6 +156,7 @@ class Event {
   void record(const Stream& stream);
   bool done() const;  // also when asking fails: synchronize() then says why
   void synchronize() const;
+  explicit operator bool() const { return event_ != nullptr; }
 
  private:
   CUevent event_ = nullptr;

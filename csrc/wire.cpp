@@ -22,7 +22,9 @@ std::vector<Layout> layout() {
       {"welcome", kWelcome, sizeof(Welcome)}, {"error", kError, sizeof(ErrorText)},
       {"grant", kGrant, sizeof(Grant)},       {"recall", kRecall, sizeof(Recall)},
       {"take", kTake, sizeof(Take)},          {"give", kGive, sizeof(Give)},
-      {"deny", kDeny, sizeof(Deny)},
+      {"deny", kDeny, sizeof(Deny)},          {"host", kHost, sizeof(Host)},
+      {"figures", kFigures, sizeof(Figures)}, {"host_grant", kHostGrant, sizeof(HostGrant)},
+      {"report", kReport, sizeof(Report)},
   };
 }
 

@@ -12,7 +12,7 @@
 
 namespace pymux::wire {
 
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;
 constexpr std::size_t kMaxFds = 64;
 constexpr std::size_t kMaxMessage = 1u << 20;  // a status reply is the longest
 
@@ -25,6 +25,8 @@ enum Type : std::uint16_t {
   kPages,
   kCancel,
   kStatus,
+  kHost,
+  kFigures,
   kWelcome = 101,
   kError,
   kGrant,
@@ -33,6 +35,8 @@ enum Type : std::uint16_t {
   kGive,
   kDeny,
   kStatusReply,
+  kHostGrant,
+  kReport,
 };
 
 #pragma pack(push, 1)
@@ -53,7 +57,7 @@ constexpr std::uint32_t kPassesPages = 1, kObserver = 2, kReconnect = 4;
 struct Hello {
   Header h;
   std::uint32_t version, pid, flags, rank, world, reserved;
-  std::uint64_t page_size, held, lease_generation;
+  std::uint64_t page_size, held, lease_generation, host_pinned;
   std::uint8_t uuid[16];
   char job[64], client[64], group[64];
   Counts counts;
@@ -70,9 +74,12 @@ struct Release {
   std::uint64_t generation;
   Counts counts;
 };
+// The body of the phase runs; sent again when what the client can give meanwhile has changed.
+// want: pages it must hold for the lazy regions that are still to come.
 struct Ready {
   Header h;
-  std::uint64_t generation;
+  std::uint64_t generation, want;
+  Counts counts;
 };
 struct Want {
   Header h;
@@ -94,11 +101,25 @@ struct Cancel {
 struct Status {
   Header h;
 };
+// Pinned host memory, in bytes. want: in all, what is pinned included; below the last grant it gives
+// the rest back. urgent: a swap-out waits for it.
+struct Host {
+  Header h;
+  std::uint64_t want;
+  std::uint32_t urgent, reserved;
+};
+// One region's bytes, in answer to Report; an empty name ends the answer.
+struct Figures {
+  Header h;
+  char region[64];
+  std::uint64_t resident, clean, dirty, evicted, spilled, lost, copied_out, copied_in, avoided;
+};
 
 struct Welcome {
   Header h;
   std::uint32_t version, client;
   std::uint64_t budget;
+  char spill_dir[256];  // empty: there is none
 };
 struct ErrorText {
   Header h;
@@ -126,6 +147,15 @@ struct Deny {
   std::uint64_t seq, need, budget;
   std::uint32_t code, reserved;
   char text[512];
+};
+// Bytes of host memory that the client may have pinned; exhausted: no more for now.
+struct HostGrant {
+  Header h;
+  std::uint64_t granted;
+  std::uint32_t exhausted, reserved;
+};
+struct Report {
+  Header h;
 };
 #pragma pack(pop)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['Agent', 'Block', 'Device', 'Region', 'SwapSpan', 'device_count', 'driver_version', 'load_driver', 'torch_enter', 'torch_last_error', 'torch_leave', 'wire_layout']
+__all__: list[str] = ['Agent', 'Block', 'Device', 'Region', 'SwapSpan', 'device_count', 'driver_version', 'load_driver', 'measure_link', 'torch_enter', 'torch_last_error', 'torch_leave', 'wire_layout']
 class Device:
     """
     Facts about a device. Holds its primary context while alive.
@@ -56,6 +56,9 @@ class Region:
     def base(self) -> int:
         ...
     @property
+    def fingerprint(self) -> bool:
+        ...
+    @property
     def live_bytes(self) -> int:
         ...
     @property
@@ -72,6 +75,9 @@ class SwapSpan:
     One page's swap; times are CLOCK_MONOTONIC seconds, bytes those copied.
     """
     @property
+    def background(self) -> bool:
+        ...
+    @property
     def begin(self) -> float:
         ...
     @property
@@ -87,9 +93,9 @@ class Agent:
     """
     This process's connection to the broker, and its pages.
     """
-    def __init__(self, *, socket: str, spawn: collections.abc.Sequence[str], job: str, client: str, group: str, rank: typing.SupportsInt | typing.SupportsIndex, world: typing.SupportsInt | typing.SupportsIndex, device: typing.SupportsInt | typing.SupportsIndex, page_size: typing.SupportsInt | typing.SupportsIndex, pass_pages: bool, snapshot: bool, connect_timeout: typing.SupportsFloat | typing.SupportsIndex) -> None:
+    def __init__(self, *, socket: str, spawn: collections.abc.Sequence[str], job: str, client: str, group: str, rank: typing.SupportsInt | typing.SupportsIndex, world: typing.SupportsInt | typing.SupportsIndex, device: typing.SupportsInt | typing.SupportsIndex, page_size: typing.SupportsInt | typing.SupportsIndex, pass_pages: bool, snapshot: bool, duplex: bool, poison: bool, connect_timeout: typing.SupportsFloat | typing.SupportsIndex) -> None:
         ...
-    def acquire(self, phase: str, uses: collections.abc.Sequence[Region], writes: collections.abc.Sequence[Region], expected: typing.SupportsFloat | typing.SupportsIndex, timeout: typing.SupportsFloat | typing.SupportsIndex) -> None:
+    def acquire(self, phase: str, uses: collections.abc.Sequence[Region], lazy: collections.abc.Sequence[Region], writes: collections.abc.Sequence[Region], expected: typing.SupportsFloat | typing.SupportsIndex, timeout: typing.SupportsFloat | typing.SupportsIndex) -> None:
         """
         Block until the lease is active with every page of `uses` resident; seconds, timeout < 0 for ever.
         """
@@ -97,8 +103,12 @@ class Agent:
         ...
     def close(self) -> None:
         ...
-    def create_region(self, name: str, keep: bool) -> Region:
+    def create_region(self, name: str, keep: bool, fingerprint: bool) -> Region:
         ...
+    def done_with(self, region: Region) -> None:
+        """
+        Wait for the device, then let the region's pages be written back and given away within the phase.
+        """
     def evict(self, region: Region | None) -> None:
         """
         Swap a region out (None: all) and give its pages to the bank.
@@ -111,10 +121,22 @@ class Agent:
         """
         Copy a region's contents from wherever they are into a contiguous writable buffer.
         """
+    def require(self, region: Region) -> None:
+        """
+        Wait, in a phase, until a region is resident.
+        """
+    def set_live(self, region: Region, ranges: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]] | None) -> None:
+        """
+        Only these (offset, bytes) of the region, and later allocations, must survive an eviction; None: all.
+        """
     def spans(self) -> list[SwapSpan]:
         ...
     def stats(self) -> dict[str, typing.Any]:
         ...
+    def touch(self, region: Region) -> None:
+        """
+        The open phase writes the region.
+        """
     def trim_host(self) -> int:
         ...
     @property
@@ -143,6 +165,10 @@ def driver_version() -> int:
 def load_driver(choice: str = '') -> str:
     """
     Load the CUDA driver table once per process; returns the library's path.
+    """
+def measure_link(ordinal: typing.SupportsInt | typing.SupportsIndex) -> tuple[float, float, float, bool]:
+    """
+    Copy rates to the host, to the device and both at once, in bytes per second, and whether both at once gain.
     """
 def torch_enter(agent: Agent, region: Region) -> None:
     """

@@ -32,12 +32,14 @@ class Account:
 class Claim:
     """A client whose want is to be met, and whom it must not take from.
 
-    ``spared`` are never touched; ``last`` only when nothing else is left.
+    ``spared`` are never touched; ``last`` only when nothing else is left; of ``running`` only what they
+    counted as unneeded.
     """
 
     client: int
     spared: frozenset[int]
     last: frozenset[int] = frozenset()
+    running: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,18 +79,22 @@ class Bank:
         if missing:
             account.unwilling_until = now + RETRY_SECONDS
 
-    def plan(self, claims: Sequence[Claim], now: float) -> Plan:
+    def plan(self, claims: Sequence[Claim], now: float, waiting: Sequence[int] = ()) -> Plan:
         """Give free pages to the claims in order, and take what they lack.
 
-        Taken are as few pages as the claims lack: discardable before clean before dirty, of the
-        client that has not run for longest; last the claimant's own unneeded ones.
+        Taken are as few pages as the claims lack: discardable before clean before dirty; of these first
+        from clients that wait for nothing, the one that has not run for longest before others; then from
+        running ones; then from those that wait, who is last in the queue first. Last the claimant's own
+        unneeded ones.
 
         Args:
             claims: in the order of their urgency.
             now: seconds.
+            waiting: clients in the order in which they will run.
         """
         actions: list[Give | Take] = []
         short: list[int] = []
+        turn = {client: len(waiting) - i for i, client in enumerate(waiting)}
         incoming = sum(a.taking for a in self.accounts.values())
         for claim in claims:
             account = self.accounts[claim.client]
@@ -103,7 +109,7 @@ class Bank:
             coming = min(lacking, incoming)
             incoming -= coming
             lacking -= coming
-            for victim, count in self._victims(claim, lacking, now):
+            for victim, count in self._victims(claim, lacking, now, turn):
                 self.accounts[victim].taking += count
                 lacking -= count
                 actions.append(Take(client=victim, count=count))
@@ -111,17 +117,21 @@ class Bank:
                 short.append(claim.client)
         return Plan(actions=actions, short=short)
 
-    def _victims(self, claim: Claim, lacking: int, now: float) -> Iterator[tuple[int, int]]:
+    def _victims(self, claim: Claim, lacking: int, now: float, turn: dict[int, int]) -> Iterator[tuple[int, int]]:
         taken: dict[int, int] = {}
 
         def offers(clients: list[int]) -> Iterator[tuple[int, int]]:
             for kind in range(3):
                 for client in clients:
-                    yield client, self._offer(client, kind, taken.get(client, 0))
+                    strict = client in claim.running
+                    yield client, self._offer(client, kind, taken.get(client, 0), strict=strict)
+
+        def order(c: int) -> tuple[bool, bool, int, float, int]:
+            return c in turn, c in claim.running, turn.get(c, 0), self.accounts[c].used_at, c
 
         others = [
             c
-            for c in sorted(self.accounts, key=lambda c: (self.accounts[c].used_at, c))
+            for c in sorted(self.accounts, key=order)
             if c != claim.client and c not in claim.spared and now >= self.accounts[c].unwilling_until
         ]
         first = [c for c in others if c not in claim.last]
@@ -138,13 +148,13 @@ class Bank:
             taken[claim.client] = count
         yield from taken.items()
 
-    def _offer(self, client: int, kind: int, taken: int) -> int:
+    def _offer(self, client: int, kind: int, taken: int, *, strict: bool) -> int:
         """Pages of one kind that the client still has to give; kinds go in their order."""
         account = self.accounts[client]
         gone = account.taking + taken
         counts = account.counts
         # Pages given since the client last counted are taken for dirty.
-        dirty = max(counts.dirty, account.held - counts.discardable - counts.clean)
+        dirty = counts.dirty if strict else max(counts.dirty, account.held - counts.discardable - counts.clean)
         kinds = (counts.discardable, counts.clean, dirty)
         before = sum(kinds[:kind])
         left = before + kinds[kind] - max(gone, before)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pymux import wire
-from pymux.errors import DriverError, NotAllowed, ProtocolError, PymuxError
+from pymux.errors import ConfigError, DriverError, NotAllowed, ProtocolError, PymuxError
 from pymux.events import (
     Acquire,
     Action,
@@ -34,6 +34,8 @@ from pymux.events import (
     Event,
     Give,
     Grant,
+    HostGrant,
+    HostWant,
     Joined,
     Left,
     Ready,
@@ -52,7 +54,11 @@ log = logging.getLogger("pymux.broker")
 RECOVERY_SECONDS = 1.0  # clients of a dead broker reconnect within milliseconds
 BUDGET_SECONDS = 2.0  # how often NVML is asked
 CONTEXT_HEADROOM = 0.10  # of a device whose contexts cost memory: room for activations
+HOST_SHARE = 0.80  # of the host's memory (or its control group's) that swapped-out pages may have by default
+REPORT_SECONDS = 0.2  # how long a status request waits for the clients' figures
 MAX_OUTBOX = 4096  # messages to a client that does not read
+MAX_REGIONS = 1024  # whose figures a client may tell
+MAX_SPILL_PATH = 255  # bytes; the welcome message has room for so many
 MAX_REQUEST = 4096  # bytes of a client's message; the longest is a hello of a few hundred
 
 
@@ -68,10 +74,21 @@ class Peer:
     device: str = ""
     observer: bool = False
     joined: bool = False
+    figures: dict[str, dict[str, int]] = field(default_factory=dict)  # of its regions, as last told
+    coming: dict[str, dict[str, int]] = field(default_factory=dict)  # of an answer that is not whole yet
     outbox: deque[tuple[bytes, list[int]]] = field(default_factory=deque)
 
     def __str__(self) -> str:
         return f"{self.job or '?'}/{self.name or '?'} (pid {self.pid})"
+
+
+@dataclass(slots=True)
+class Inquiry:
+    """A status request that waits for the clients' figures."""
+
+    observer: int
+    missing: set[int]
+    due: float
 
 
 @dataclass(slots=True)
@@ -98,6 +115,8 @@ class Broker:
         runtime_dir: where socket and lock are; created 0700.
         nvml: where device memory is read.
         capacity: bytes of each device that regions may have; 0: all that others leave.
+        host_budget: bytes of host memory that clients may pin; 0: most of it.
+        spill_dir: where clients put what the host has no memory for; None: nowhere.
         linger: seconds without clients after which it ends; None: never.
 
     Raises:
@@ -105,8 +124,18 @@ class Broker:
         NotAllowed: the directory is not this user's alone.
     """
 
-    def __init__(self, runtime_dir: Path, nvml: Nvml, *, capacity: int = 0, linger: float | None = 30.0) -> None:
+    def __init__(
+        self,
+        runtime_dir: Path,
+        nvml: Nvml,
+        *,
+        capacity: int = 0,
+        host_budget: int = 0,
+        spill_dir: Path | None = None,
+        linger: float | None = 30.0,
+    ) -> None:
         self._capacity = capacity
+        self._spill_dir = str(spill_dir.resolve()) if spill_dir else ""
         self._nvml = nvml
         self._linger = linger
         _private_directory(runtime_dir)
@@ -123,7 +152,11 @@ class Broker:
         orphaned = self._path.exists()
         self._path.unlink(missing_ok=True)
         now = time.monotonic()
-        self._scheduler = Scheduler(Fifo(), frozen_until=now + RECOVERY_SECONDS if orphaned else 0.0)
+        self._scheduler = Scheduler(
+            Fifo(),
+            host_budget=host_budget or int(HOST_SHARE * host_memory()),
+            frozen_until=now + RECOVERY_SECONDS if orphaned else 0.0,
+        )
         if orphaned:
             log.info("taking over from a broker that died; waiting %.1f s for its clients", RECOVERY_SECONDS)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -136,6 +169,7 @@ class Broker:
         self._selector.register(self._wake_r, selectors.EVENT_READ)
         self._peers: dict[int, Peer] = {}
         self._devices: dict[str, Device] = {}
+        self._inquiries: list[Inquiry] = []
         self._next_id = 1
         self._idle_since = now
         self._budget_at = now
@@ -173,6 +207,7 @@ class Broker:
     def _timeout(self) -> float | None:
         now = time.monotonic()
         due = [self._tick_at] if self._tick_at is not None else []
+        due += [i.due for i in self._inquiries]
         if self._devices:
             due.append(self._budget_at + BUDGET_SECONDS)
         if self._linger is not None and not self._clients():
@@ -184,6 +219,7 @@ class Broker:
 
     def _timers(self) -> None:
         now = time.monotonic()
+        self._answer(now)
         if self._tick_at is not None and now >= self._tick_at:
             # Who is back after a broker's death is counted now, and who is gone no more; each new
             # budget makes the scheduler look again.
@@ -287,7 +323,7 @@ class Broker:
             self._hello(peer, m, now)
             return
         if name == "status" and (peer.observer or peer.joined):
-            self._send(peer, wire.encode_status_reply(json.dumps(self._describe(now))))
+            self._inquire(peer, now)
             return
         if not peer.joined:
             raise ProtocolError(f"message {name} before hello")
@@ -306,9 +342,14 @@ class Broker:
             case "release":
                 event = Release(client=peer.id, generation=m["generation"], counts=_counts(m))
             case "ready":
-                event = Ready(client=peer.id, generation=m["generation"])
+                event = Ready(client=peer.id, generation=m["generation"], want=m["want"], counts=_counts(m))
             case "want":
                 event = Want(client=peer.id, seq=m["seq"], want=m["want"], own=m["own"], counts=_counts(m))
+            case "host":
+                event = HostWant(client=peer.id, want=m["want"], urgent=bool(m["urgent"]))
+            case "figures":
+                self._figures(peer, m)
+                return
             case "cancel":
                 event = Cancel(client=peer.id, seq=m["seq"])
             case "pages":
@@ -346,6 +387,7 @@ class Broker:
                 world=m["world"],
                 held=m["held"],
                 lease_generation=m["lease_generation"],
+                host_pinned=m["host_pinned"],
                 counts=_counts(m),
             ),
             now,
@@ -353,7 +395,40 @@ class Broker:
         peer.joined = True
         log.info("%s joined with %d pages", peer, m["held"])
         budget = self._scheduler.banks[peer.device].budget
-        self._send(peer, wire.encode("welcome", version=wire.VERSION, client=peer.id, budget=budget))
+        self._send(
+            peer,
+            wire.encode("welcome", version=wire.VERSION, client=peer.id, budget=budget, spill_dir=self._spill_dir),
+        )
+
+    def _inquire(self, peer: Peer, now: float) -> None:
+        """Ask the clients for their figures; the answer goes out when they are there, or too late."""
+        clients = [p for p in self._peers.values() if p.joined]
+        self._inquiries.append(Inquiry(observer=peer.id, missing={p.id for p in clients}, due=now + REPORT_SECONDS))
+        for p in clients:
+            p.coming = {}
+            self._send(p, wire.encode("report"))
+        self._answer(now)
+
+    def _figures(self, peer: Peer, m: dict[str, Any]) -> None:
+        name = m.pop("region")
+        if name:
+            if len(peer.coming) >= MAX_REGIONS:
+                raise ProtocolError("figures of too many regions")
+            peer.coming[name] = m
+            return
+        peer.figures, peer.coming = peer.coming, {}
+        for inquiry in self._inquiries:
+            inquiry.missing.discard(peer.id)
+        self._answer(time.monotonic())
+
+    def _answer(self, now: float) -> None:
+        for inquiry in list(self._inquiries):
+            inquiry.missing &= self._peers.keys()
+            if inquiry.missing and now < inquiry.due:
+                continue
+            self._inquiries.remove(inquiry)
+            if peer := self._peers.get(inquiry.observer):
+                self._send(peer, wire.encode_status_reply(json.dumps(self._describe(now))))
 
     def _handle(self, event: Event | Budget, now: float) -> None:
         """Let the scheduler decide, then do what it says."""
@@ -383,6 +458,8 @@ class Broker:
                     fds = [pool.pop() for _ in range(min(part, len(pool)))]
                     self._send(peer, wire.encode("give", count=part), fds)
                     count -= part
+            case HostGrant(granted=granted, exhausted=exhausted):
+                self._send(peer, wire.encode("host_grant", granted=granted, exhausted=int(exhausted)))
             case Deny():
                 code = wire.ERROR_CODES["CapacityError" if action.capacity else "DeviceOutOfMemory"]
                 self._send(
@@ -464,10 +541,33 @@ class Broker:
         out["pid"] = os.getpid()
         for device in out["devices"]:
             device["free_descriptors"] = len(self._devices[device["uuid"]].fds)
-        pids = {(p.job, p.name): p.pid for p in self._peers.values() if p.joined}
+        peers = {(p.job, p.name): p for p in self._peers.values() if p.joined}
         for client in out["clients"]:
-            client["pid"] = pids.get((client["job"], client["name"]))
+            peer = peers[client["job"], client["name"]]
+            client["pid"] = peer.pid
+            client["regions"] = {
+                name: {f"{key}_bytes": value for key, value in m.items()} for name, m in peer.figures.items()
+            }
+        out["spill_dir"] = self._spill_dir
         return out
+
+
+def host_memory() -> int:
+    """Bytes of memory that this process may use at most: the host's, or its control group's."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = [total]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int(Path(path).read_text()))
+    return min(limits)
+
+
+def check_spill_dir(path: Path) -> None:
+    """Raise ConfigError when a spill file cannot be made there."""
+    if len(os.fsencode(path.resolve())) > MAX_SPILL_PATH:
+        raise ConfigError(f"the spill directory's path is longer than {MAX_SPILL_PATH} bytes: {path}")
+    if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"{path} is not a directory that this user can write to. Make one, or leave --spill-dir out.")
 
 
 def _private_directory(path: Path) -> None:
@@ -479,17 +579,35 @@ def _private_directory(path: Path) -> None:
         raise NotAllowed(f"{path} is open to others. Run 'chmod 700 {path}', or set PYMUX_RUNTIME_DIR.")
 
 
-def serve(runtime_dir: Path, driver_path: str, *, capacity: int, linger: float | None) -> None:
-    """Run a broker in this process until it is told to stop.
+def serve(
+    runtime_dir: Path,
+    driver_path: str,
+    *,
+    capacity: int,
+    host_budget: int,
+    spill_dir: Path | None,
+    linger: float | None,
+) -> None:
+    """Run a broker in this process until it is told to stop; arguments as `Broker`'s.
 
     Raises:
         AlreadyRunning: another broker serves the directory.
+        ConfigError: the spill directory is not usable.
         DriverError: NVML is missing.
         NotAllowed: the directory is not this user's alone.
     """
+    if spill_dir:
+        check_spill_dir(spill_dir)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a descriptor for each free page
-    broker = Broker(runtime_dir, Nvml(driver_path), capacity=capacity, linger=linger)
+    broker = Broker(
+        runtime_dir,
+        Nvml(driver_path),
+        capacity=capacity,
+        host_budget=host_budget,
+        spill_dir=spill_dir,
+        linger=linger,
+    )
     for sig in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sig, lambda *_: broker.stop())
     broker.run()

@@ -40,11 +40,27 @@ def main() -> None:
     show_default=True,
     help="Seconds without clients before it ends; 0: never.",
 )
+@click.option("--host-budget", default=None, help="Host memory for swapped-out pages, such as 64G; default 80 %.")
+@click.option(
+    "--spill-dir",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Directory on a fast disk for what the host budget has no room for.",
+)
 @click.option("--background", is_flag=True, help="Return at once and serve in the background, logging to a file.")
 @click.option("--driver", default=None, help="Path of the driver library whose NVML to ask.")
 @click.option("--stop", is_flag=True, help="Stop the broker that runs.")
 @click.option("-v", "--verbose", is_flag=True, help="Log who comes and goes.")
-def broker(*, linger: float, background: bool, driver: str | None, stop: bool, verbose: bool) -> None:
+def broker(
+    *,
+    linger: float,
+    host_budget: str | None,
+    spill_dir: Path | None,
+    background: bool,
+    driver: str | None,
+    stop: bool,
+    verbose: bool,
+) -> None:
     """Run this node's broker. Jobs start one by themselves when none runs."""
     from pymux import _core
     from pymux.broker import AlreadyRunning, serve
@@ -70,6 +86,8 @@ def broker(*, linger: float, background: bool, driver: str | None, stop: bool, v
             settings.runtime_dir,
             driver or _core.load_driver(settings.driver),
             capacity=settings.capacity,
+            host_budget=config.parse_size(host_budget) if host_budget else settings.host_budget,
+            spill_dir=spill_dir or settings.spill_dir,
             linger=linger or None,
         )
     except AlreadyRunning:

@@ -56,6 +56,10 @@ class Settings:
         page_size: ``PYMUX_PAGE_SIZE`` in bytes; 0 lets the device decide.
         capacity: ``PYMUX_CAPACITY``: bytes of each device that regions may have, for the broker;
             0: all that others leave.
+        host_budget: ``PYMUX_HOST_BUDGET``: bytes of host memory that the node's jobs may pin, for the
+            broker; 0: four fifths of it.
+        spill_dir: ``PYMUX_SPILL_DIR``: directory for what the host has no memory for, for the broker;
+            None: nowhere.
         pass_pages: ``PYMUX_PASS_PAGES``: hand physical pages over instead of freeing and creating.
         check: ``PYMUX_CHECK``: raise RegionNotResident before a tensor is touched without a lease.
         expandable_segments: whether torch's settings ask for them, which regions cannot hold.
@@ -65,6 +69,8 @@ class Settings:
     runtime_dir: Path
     page_size: int
     capacity: int
+    host_budget: int
+    spill_dir: Path | None
     pass_pages: bool
     check: bool
     expandable_segments: bool
@@ -93,6 +99,8 @@ def load() -> Settings:
         runtime_dir=runtime_dir,
         page_size=_size("PYMUX_PAGE_SIZE"),
         capacity=_size("PYMUX_CAPACITY"),
+        host_budget=_size("PYMUX_HOST_BUDGET"),
+        spill_dir=Path(spill) if (spill := os.environ.get("PYMUX_SPILL_DIR")) else None,
         pass_pages=_flag("PYMUX_PASS_PAGES", default=True),
         check=_flag("PYMUX_CHECK", default=False),
         expandable_segments=any(

@@ -54,6 +54,10 @@ class HostOutOfMemory(PymuxError, MemoryError):
     limit: int = 0
 
 
+class SpillError(PymuxError, OSError):
+    """The spill file cannot be written or read; pages that were to go there stay on the device."""
+
+
 class CapacityError(DeviceOutOfMemory):
     """One phase needs more than the whole device has; waiting cannot help."""
 
@@ -92,6 +96,10 @@ class RegionError(PymuxError):
 
 class UnknownRegion(RegionError, LookupError):
     """There is no region of this name."""
+
+
+class FrozenRegion(RegionError):
+    """Something was about to write a region that was created with ``frozen=True``."""
 
 
 class RegionNotResident(RegionError):

@@ -38,6 +38,7 @@ class Joined(Event):
     world: int = 1
     held: int = 0
     lease_generation: int = 0
+    host_pinned: int = 0
     counts: Counts = field(default_factory=Counts)
 
 
@@ -75,9 +76,15 @@ class Release(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ready(Event):
-    """Everything that the phase uses is resident; its body runs."""
+    """The body of the phase runs.
+
+    ``counts``: what the client could give away meanwhile; ``want``: pages that it must hold for the
+    regions that are still to come. Sent again when these change.
+    """
 
     generation: int
+    want: int = 0
+    counts: Counts = field(default_factory=Counts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +105,14 @@ class Returned(Event):
     missing: int = 0
     want: int = 0
     counts: Counts = field(default_factory=Counts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostWant(Event):
+    """A client wants so many bytes of host memory pinned in all; ``urgent``: a swap-out waits."""
+
+    want: int
+    urgent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +162,14 @@ class Give(Action):
     """This many pages are the client's from now on."""
 
     count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostGrant(Action):
+    """The client may have so many bytes of host memory pinned. ``exhausted``: there is no more now."""
+
+    granted: int
+    exhausted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,11 +17,12 @@ from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Any, Literal
 
-from pymux import _core, config
-from pymux.errors import ConfigError, LeaseError, RegionError, UnknownRegion
+from pymux import _core, calibrate, config
+from pymux.errors import ConfigError, FrozenRegion, LeaseError, RegionError, UnknownRegion
 
 OnEvict = Literal["keep", "discard"]
 Swap = Literal["demand", "snapshot"]
+Track = Literal["phases", "fingerprint"]
 
 _TRACE_LENGTH = 65536  # spans that a Mux remembers
 
@@ -63,6 +64,7 @@ def connect(
         raise ConfigError(f"swap={swap!r}: use 'demand' or 'snapshot'.")
     settings = config.load()
     driver = _core.load_driver(settings.driver)
+    duplex = calibrate.link(device, settings.runtime_dir)["duplex"]
     spawn = [sys.executable, "-m", "pymux.cli", "broker", "--background", "--driver", driver]
     agent = _core.Agent(
         socket=str(settings.socket),
@@ -76,6 +78,8 @@ def connect(
         page_size=settings.page_size,
         pass_pages=settings.pass_pages,
         snapshot=swap == "snapshot",
+        duplex=duplex,
+        poison=settings.check,
         connect_timeout=connect_timeout,
     )
     return Mux(agent, job=job, name=name, ordinal=device, check=settings.check)
@@ -98,6 +102,8 @@ class Mux:
         self._regions: dict[str, Region] = {}
         self._spans: deque[tuple[str, str, float, float]] = deque(maxlen=_TRACE_LENGTH)
         self._torch: Any = None
+        self._open: Phase | None = None
+        self._filling: list[str] = []  # regions whose blocks (or adopt() calls) are open
         self._check: Any = None
         self._pid = os.getpid()
         if not faulthandler.is_enabled() and sys.stderr is not None:
@@ -113,25 +119,36 @@ class Mux:
 
     # ---- regions -------------------------------------------------------------------------------
 
-    def region(self, name: str, *, on_evict: OnEvict | None = None) -> Region:
-        """Return the region of this name, creating it the first time.
+    def region(
+        self, name: str, *, on_evict: OnEvict | None = None, frozen: bool | None = None, track: Track | None = None
+    ) -> Region:
+        """Return the region of this name, creating it the first time; later calls may leave its options out.
 
         Args:
             name: any text; ``"weights"``, ``"optimizer"`` and ``"kv_cache"`` are usual.
             on_evict: ``"keep"`` (default): contents survive an eviction, in pinned host memory.
                 ``"discard"``: pages are given away as they are, and contents are lost.
+            frozen: True: only ``with mux.region(...)`` blocks and `adopt` write it, such as a base model's
+                weights. Phases do not count it among what they write, so it is copied out once; in check
+                mode a torch operation that would write it raises FrozenRegion.
+            track: ``"phases"`` (default): every page counts as changed by a phase that `writes` the region.
+                ``"fingerprint"``: at the end of such a phase each page's contents are compared with the
+                copy by a 128-bit hash, on the device; for regions of which phases change a part.
 
         Raises:
-            RegionError: it exists with another `on_evict`.
+            RegionError: it exists with other options.
         """
         region = self._regions.get(name)
         if region is None:
             if on_evict not in {None, "keep", "discard"}:
                 raise RegionError(f"on_evict={on_evict!r}: use 'keep' or 'discard'.")
-            region = Region(self, self._agent.create_region(name, on_evict != "discard"))
-            self._regions[name] = region
-        elif on_evict is not None and region.on_evict != on_evict:
-            raise RegionError(f"region {name!r} exists with on_evict={region.on_evict!r}, not {on_evict!r}.")
+            if track not in {None, "phases", "fingerprint"}:
+                raise RegionError(f"track={track!r}: use 'phases' or 'fingerprint'.")
+            core = self._agent.create_region(name, on_evict != "discard", track == "fingerprint")
+            region = self._regions[name] = Region(self, core, frozen=bool(frozen))
+        for option, asked in (("on_evict", on_evict), ("frozen", frozen), ("track", track)):
+            if asked is not None and getattr(region, option) != asked:
+                raise RegionError(f"region {name!r} exists with {option}={getattr(region, option)!r}, not {asked!r}.")
         return region
 
     @property
@@ -171,6 +188,21 @@ class Mux:
         """
         return self._torch_integration().to_host(self, tensor)
 
+    def state_dict(self, what: Any) -> dict[str, Any]:
+        """Read a module's or an optimizer's ``state_dict()`` into host memory, without a lease.
+
+        Args:
+            what: anything with a ``state_dict()`` of tensors, plain or nested.
+
+        Returns:
+            The same structure with CPU copies of the tensors, read as `to_host` does; tensors that share
+            storage are copied each. For ``torch.save`` between phases.
+
+        Raises:
+            ContentsLost: a tensor's pages were discarded.
+        """
+        return self._torch_integration().state_dict(self, what)
+
     def region_of(self, ptr: int) -> Region | None:
         """Return the region that an address belongs to, or None."""
         return next((r for r in self._regions.values() if r.contains(ptr)), None)
@@ -205,9 +237,10 @@ class Mux:
         Args:
             name: such as ``"rollout"`` or ``"train"``.
             uses: names of the regions that must be resident; default all.
-            writes: those whose contents may change; default `uses`. A region not written moves out
-                without a copy when the host has its contents already.
-            lazy: regions of `uses` (added to it) that the body asks for with `Lease.require`.
+            writes: those whose contents may change; default all that are used and not frozen. A region not
+                written moves out without a copy when the host has its contents already.
+            lazy: regions (of `uses`, or beside them) that come in behind the body, in the order named;
+                `Lease.require` waits for one.
             expect: expected seconds, for the scheduler.
             timeout: seconds to wait for the device; None waits as long as it takes.
         """
@@ -225,6 +258,24 @@ class Mux:
     def active(self) -> bool:
         """Whether a phase is open."""
         return self._agent.active
+
+    def filling(self, region: str) -> bool:
+        """Whether a block or an adopt() of this region is open, which may write it though it is frozen."""
+        return region in self._filling
+
+    def why_absent(self, region: str) -> str | None:
+        """Say why a region must not be touched now, and what to do; None where it may be."""
+        p = self._open
+        if p is None:
+            return (
+                "outside a phase, when its pages may be away. Do it inside 'with mux.phase(...)', or read the tensor "
+                "with mux.to_host(tensor)."
+            )
+        if region in p.resident:
+            return None
+        if region in p.lazy:
+            return f"before lease.require({region!r}): phase {p.name!r} has it in lazy=, and it may be on its way."
+        return f"which phase {p.name!r} does not use (any more), so that its pages may be away. Name it in uses=."
 
     @property
     def recalled(self) -> bool:
@@ -256,8 +307,12 @@ class Mux:
 
         Returns:
             ``phase`` (idle, waiting, active, parked), ``generation``, page counts, host bytes, and
-            under ``regions`` for each the bytes live, resident, clean, dirty, evicted, discarded,
-            swapped out and in, and avoided.
+            under ``regions`` for each, in bytes: live (allocated); resident, of these clean and dirty;
+            evicted, of these spilled to disk; discarded; lost (discarded ever); swapped out, of these
+            written back in the background; swapped in, of these prefetched before the lease and streamed
+            behind the body; avoided, and why: the copy was current (clean), the fingerprint had not
+            changed (unchanged), no block was there (free), `Region.set_live` left it out (not_live), or
+            contents need not survive (discarded).
         """
         return {"job": self.job, "name": self.name, **self._agent.stats()}
 
@@ -265,13 +320,19 @@ class Mux:
         """What happened when: phases, waits and swaps in seconds of CLOCK_MONOTONIC."""
         spans = [{"kind": k, "name": n, "begin": a, "end": b} for k, n, a, b in self._spans]
         swaps = [
-            {"direction": "out" if s.out else "in", "begin": s.begin, "end": s.end, "bytes": s.bytes}
+            {
+                "direction": "out" if s.out else "in",
+                "background": s.background,
+                "begin": s.begin,
+                "end": s.end,
+                "bytes": s.bytes,
+            }
             for s in self._agent.spans()
         ]
         return {"spans": spans, "swaps": swaps}
 
     def trim_host(self) -> int:
-        """Unpin host memory that holds no pages; returns the bytes released."""
+        """Unpin host memory, and shorten the spill file, where no pages are; returns the bytes released."""
         return self._agent.trim_host()
 
     def close(self) -> None:
@@ -307,18 +368,29 @@ class Mux:
         return [self._regions[n].core for n in names]
 
     def _enter(self, p: Phase) -> None:
-        names = tuple(self._regions) if p.uses is None else p.uses + tuple(n for n in p.lazy if n not in p.uses)
-        uses = self._lookup(names)
-        writes = uses if p.writes is None else self._lookup(p.writes)
+        eager = [n for n in (self._regions if p.uses is None else p.uses) if n not in p.lazy]
+        uses, lazy = self._lookup(eager), self._lookup(p.lazy)
+        written = [*eager, *p.lazy] if p.writes is None else p.writes
+        self._lookup(written)
+        frozen = [n for n in written if self._regions[n].frozen and n not in self._filling]
+        if frozen and p.writes is not None:
+            raise FrozenRegion(
+                f"phase {p.name!r} names region {frozen[0]!r} in writes=, and the region is frozen. Leave it out, or "
+                f"create the region without frozen=True."
+            )
+        writes = self._lookup([n for n in written if n not in frozen])
         begin = time.monotonic()
-        self._agent.acquire(p.name, uses, writes, p.expect, -1.0 if p.timeout is None else p.timeout)
+        self._agent.acquire(p.name, uses, lazy, writes, p.expect, -1.0 if p.timeout is None else p.timeout)
         p.entered = time.monotonic()
+        p.resident = set(eager)
+        self._open = p
         self._spans.append(("wait", p.name, begin, p.entered))
 
     def _leave(self, p: Phase) -> None:
         if self._torch is not None:
             self._torch.before_leave()
         ended = time.monotonic()
+        self._open = None
         try:
             self._agent.leave()
         finally:
@@ -335,12 +407,20 @@ class Mux:
 
     @contextlib.contextmanager
     def _lease_for(self, region: str, what: str) -> Iterator[None]:
-        """Be inside a phase: the open one, or one of our own for `region`."""
-        if self.active:
-            yield
-        else:
-            with self.phase(f"{what} {region}", uses=(region,)):
+        """Be inside a phase that may write `region`: the open one, or one of our own."""
+        self._filling.append(region)
+        try:
+            if self._open is None:
+                with self.phase(f"{what} {region}", uses=(region,)):
+                    yield
+            else:
+                (core,) = self._lookup([region])
+                self._agent.require(core)
+                self._agent.touch(core)
+                self._open.resident.add(region)
                 yield
+        finally:
+            self._filling.remove(region)
 
 
 class Phase(ContextDecorator):
@@ -365,6 +445,7 @@ class Phase(ContextDecorator):
         self.expect = expect
         self.timeout = timeout
         self.entered = 0.0
+        self.resident: set[str] = set()  # regions that the body may touch now
 
     def _recreate_cm(self) -> Phase:
         return Phase(
@@ -412,13 +493,34 @@ class Lease:
         Raises:
             UnknownRegion: there is no such region, or the phase does not use it.
             LeaseError: the phase has ended.
+            DeviceOutOfMemory: the device has no room for it.
         """
+        core = self._used(region, "require")
+        self._phase.mux._agent.require(core)  # noqa: SLF001
+        self._phase.resident.add(region)
+
+    def done_with(self, region: str) -> None:
+        """Say that the rest of the phase does not touch a region.
+
+        Waits for the device work submitted so far. Then what changed is written back while the phase goes on,
+        and who waits for the device may have the region's pages.
+
+        Raises:
+            UnknownRegion: there is no such region, or the phase does not use it.
+            LeaseError: the phase has ended.
+        """
+        core = self._used(region, "done_with")
+        self._phase.resident.discard(region)
+        self._phase.mux._agent.done_with(core)  # noqa: SLF001
+
+    def _used(self, region: str, call: str) -> _core.Region:
         p = self._phase
-        p.mux._lookup([region])  # noqa: SLF001
+        (core,) = p.mux._lookup([region])  # noqa: SLF001
         if not p.mux.active:
-            raise LeaseError(f"require({region!r}) after phase {p.name!r} ended.")
+            raise LeaseError(f"{call}({region!r}) after phase {p.name!r} ended.")
         if p.uses is not None and region not in p.uses and region not in p.lazy:
             raise UnknownRegion(f"phase {p.name!r} does not use region {region!r}; name it in uses= or lazy=.")
+        return core
 
     @contextlib.contextmanager
     def idle(self) -> Iterator[None]:
@@ -451,9 +553,10 @@ class Region:
     As a context manager: torch's allocations in the block come from the region, under a lease.
     """
 
-    def __init__(self, mux: Mux, core: _core.Region) -> None:
+    def __init__(self, mux: Mux, core: _core.Region, *, frozen: bool) -> None:
         self.mux = mux
         self.core = core
+        self.frozen = frozen
         self._entered: list[contextlib.ExitStack] = []
 
     @property
@@ -466,9 +569,41 @@ class Region:
         """``"keep"`` or ``"discard"``."""
         return self.core.on_evict
 
+    @property
+    def track(self) -> str:
+        """``"phases"`` or ``"fingerprint"``."""
+        return "fingerprint" if self.core.fingerprint else "phases"
+
+    @property
+    def base(self) -> int:
+        """The region's first device address; it never changes."""
+        return self.core.base
+
     def contains(self, ptr: int) -> bool:
         """Whether a device address is the region's."""
         return self.core.contains(ptr)
+
+    def set_live(self, ranges: Iterable[tuple[int, int]] | None) -> None:
+        """Say which contents must survive an eviction, until the next call; the rest is not moved.
+
+        Call it between the last write and the end of the phase, as the used blocks of a KV cache become known.
+        Blocks allocated later are live as a whole.
+
+        Args:
+            ranges: (offset, bytes) from `base`: for a tensor, ``(t.data_ptr() - region.base, t.nbytes)``.
+                None: everything that is allocated, as at first.
+
+        Raises:
+            RegionError: a range is not within the region.
+        """
+        pairs = None if ranges is None else [(int(offset), int(size)) for offset, size in ranges]
+        for offset, size in pairs or ():
+            if offset < 0 or size < 0 or offset + size > self.core.size:
+                raise RegionError(
+                    f"set_live(): offset {offset} with {size} bytes is not in region {self.name!r}. Offsets count from "
+                    f"region.base."
+                )
+        self.mux._agent.set_live(self.core, pairs)  # noqa: SLF001
 
     def allocate(self, nbytes: int) -> _core.Block:
         """Allocate a block for raw use, inside a phase; it is freed when the object is dropped.

@@ -21,6 +21,7 @@ from pymux.events import (
     Event,
     Give,
     Grant,
+    HostWant,
     Joined,
     Left,
     Ready,
@@ -30,6 +31,7 @@ from pymux.events import (
     Tick,
     Want,
 )
+from pymux.hostbudget import HostBudget
 from pymux.policy import Policy, Request
 
 GroupKey = tuple[str, str]
@@ -86,11 +88,12 @@ class Scheduler:
 
     Args:
         policy: the order of the queue.
+        host_budget: bytes of host memory that clients may pin.
         frozen_until: before this time nothing is granted or given, so that the clients of a
             broker that died can say what they hold.
     """
 
-    def __init__(self, policy: Policy, *, frozen_until: float = 0.0) -> None:
+    def __init__(self, policy: Policy, *, host_budget: int, frozen_until: float = 0.0) -> None:
         self.policy = policy
         self.frozen_until = frozen_until
         self.clients: dict[int, Client] = {}
@@ -100,6 +103,7 @@ class Scheduler:
         self.leases: dict[GroupKey, Lease] = {}
         self.queue: list[Request] = []
         self.generation = 0
+        self.host = HostBudget(host_budget)
         self._short: dict[int, float] = {}  # holders that nobody can give pages, since when
 
     def add_device(self, device: str, page_size: int, budget: int, capacity: int) -> None:
@@ -155,7 +159,10 @@ class Scheduler:
                 lease = self._lease_of(client)
                 if lease and lease.generation == generation:
                     lease.ready.add(client)
-                    self._account(client).want = 0
+                    account = self._account(client)
+                    account.want, account.counts = event.want, event.counts
+            case HostWant(client=client):
+                self.host.ask(client, event.want, urgent=event.urgent)
             case Want():
                 self._want(event, out)
             case Returned(client=client):
@@ -171,6 +178,7 @@ class Scheduler:
         """Everything a person wants to see, as plain data."""
         return {
             "policy": self.policy.name,
+            "host": {"budget_bytes": self.host.budget, "free_bytes": self.host.free},
             "devices": [
                 {
                     "uuid": device,
@@ -209,6 +217,7 @@ class Scheduler:
                     "discardable": self._account(c.id).counts.discardable,
                     "clean": self._account(c.id).counts.clean,
                     "dirty": self._account(c.id).counts.dirty,
+                    "host_bytes": self.host.accounts[c.id].granted,
                 }
                 for c in self.clients.values()
             ],
@@ -248,6 +257,7 @@ class Scheduler:
         self.clients[e.client] = client
         group.members[e.client] = client
         self.banks[e.device].open(e.client, e.held, e.counts)
+        self.host.open(e.client, e.host_pinned)
         self.queue = [replace(r, devices=group.devices) if r.group == key else r for r in self.queue]
         if e.lease_generation and not any(group.devices & lease.devices for lease in self.leases.values()):
             self.generation = max(self.generation, e.lease_generation)
@@ -263,6 +273,7 @@ class Scheduler:
     def _leave(self, client: int) -> None:
         gone = self.clients[client]
         self._bank(client).close(client)
+        self.host.close(client)
         self._short.pop(client, None)
         self.leases.pop(gone.group, None)
         self.queue = [r for r in self.queue if r.group != gone.group]
@@ -374,7 +385,8 @@ class Scheduler:
                 lease.recalled = True
                 out += [Recall(client=m, generation=lease.generation) for m in self.groups[lease.group].members]
         for device, bank in self.banks.items():
-            out += self._plan(device, bank, heirs.get(device), now)
+            out += self._plan(device, bank, heirs.get(device), order, now)
+        out += self.host.plan({c for bank in self.banks.values() if len(bank.accounts) > 1 for c in bank.accounts})
         return out
 
     def _grant(self, request: Request, now: float) -> list[Action]:
@@ -395,15 +407,18 @@ class Scheduler:
     def _members_on(self, group: GroupKey, device: str) -> list[int]:
         return [c.id for c in self.groups[group].members.values() if c.device == device]
 
-    def _plan(self, device: str, bank: Bank, heir: Request | None, now: float) -> list[Action]:
+    def _plan(self, device: str, bank: Bank, heir: Request | None, order: list[Request], now: float) -> list[Action]:
         lease = next((x for x in self.leases.values() if device in x.devices), None)
         holders = self._members_on(lease.group, device) if lease else []
         next_up = self._members_on(heir.group, device) if heir else []
+        waiting = [c for r in order if r.group in self.groups for c in self._members_on(r.group, device)]
+        # What a running phase does not use is its heir's; until it runs, nobody knows.
+        running = frozenset(c for c in holders if lease and c in lease.ready)
         spared = frozenset(holders)
-        both = spared | frozenset(next_up)
+        both = (spared - running) | frozenset(next_up)
         claims = [Claim(client=c, spared=spared, last=frozenset(next_up)) for c in holders]
-        claims += [Claim(client=c, spared=both) for c in next_up]
-        plan = bank.plan(claims, now)
+        claims += [Claim(client=c, spared=both, running=running) for c in next_up]
+        plan = bank.plan(claims, now, waiting)
         out: list[Action] = list(plan.actions)
         # A shortage may pass: a dying process still has memory, a budget is about to be read anew, a
         # client that could not give is asked again. It has lasted since the claimant last got a page.

@@ -12,7 +12,7 @@ from typing import Any
 
 from pymux.errors import ProtocolError, VersionMismatch
 
-VERSION = 1
+VERSION = 2
 MAX_FDS = 64
 MAX_MESSAGE = 1 << 20
 
@@ -31,6 +31,7 @@ ERROR_CODES = {
 
 _HEADER = struct.Struct("<HHI")
 _COUNTS = "resident discardable clean dirty"
+_FIGURES = "resident clean dirty evicted spilled lost copied_out copied_in avoided"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +57,28 @@ LAYOUTS = (
     _layout(
         "hello",
         1,
-        "IIIIIIQQQ16s64s64s64sQQQQ",
-        "version pid flags rank world reserved page_size held lease_generation uuid job client group " + _COUNTS,
+        "IIIIIIQQQQ16s64s64s64sQQQQ",
+        "version pid flags rank world reserved page_size held lease_generation host_pinned uuid job client group "
+        + _COUNTS,
     ),
     _layout("acquire", 2, "QQQQ64sQQQQ", "seq want own expected_us phase " + _COUNTS),
     _layout("release", 3, "QQQQQ", "generation " + _COUNTS),
-    _layout("ready", 4, "Q", "generation"),
+    _layout("ready", 4, "QQQQQQ", "generation want " + _COUNTS),
     _layout("want", 5, "QQQQQQQ", "seq want own " + _COUNTS),
     _layout("pages", 6, "IIQQQQQ", "count missing want " + _COUNTS),
     _layout("cancel", 7, "Q", "seq"),
     _layout("status", 8, "", ""),
-    _layout("welcome", 101, "IIQ", "version client budget"),
+    _layout("host", 9, "QII", "want urgent reserved"),
+    _layout("figures", 10, "64sQQQQQQQQQ", "region " + _FIGURES),
+    _layout("welcome", 101, "IIQ256s", "version client budget spill_dir"),
     _layout("error", 102, "II512s", "code reserved text"),
     _layout("grant", 103, "QQ", "seq generation"),
     _layout("recall", 104, "Q", "generation"),
     _layout("take", 105, "II", "count reserved"),
     _layout("give", 106, "II", "count reserved"),
     _layout("deny", 107, "QQQII512s", "seq need budget code reserved text"),
+    _layout("host_grant", 109, "QII", "granted exhausted reserved"),
+    _layout("report", 110, "", ""),
 )
 _BY_NAME = {x.name: x for x in LAYOUTS}
 _BY_TYPE = {x.type: x for x in LAYOUTS}

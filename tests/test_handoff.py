@@ -125,7 +125,7 @@ def test_a_discarded_region_gives_its_pages_without_a_copy(node_factory):
     order(b, "phase")
     r = stats(a)["regions"]["weights"]
     assert r["swapped_out_bytes"] == 0
-    assert r["discarded_bytes"] == r["lost_pages"] * 2 * MIB > 0
+    assert r["discarded_bytes"] == r["lost_bytes"] > 0
     assert r["lost_generation"] > 0
 
 

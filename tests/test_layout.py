@@ -8,7 +8,7 @@ import pytest
 from tests.conftest import ROOT
 
 PACKAGE = ROOT / "pymux"
-SANS_IO = {"scheduler", "policy", "bank", "events"}
+SANS_IO = {"scheduler", "policy", "bank", "hostbudget", "events"}
 PUBLIC = {"pymux", "pymux.mux", "pymux.errors", "pymux._core", "pymux.config"}
 
 

@@ -31,7 +31,7 @@ DEV = "GPU-0"
 
 
 def scheduler(budget=10, devices=(DEV,), **kw):
-    s = Scheduler(Fifo(), **kw)
+    s = Scheduler(Fifo(), host_budget=kw.pop("host_budget", 1 << 40), **kw)
     for d in devices:
         s.add_device(d, 1 << 20, budget, budget)
     return s

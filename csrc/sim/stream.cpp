@@ -89,17 +89,6 @@ Ticket tail(const std::shared_ptr<Stream>& s) {
   return {s, s->submitted};
 }
 
-// One direction of the link, as this process sees it: who of its streams goes first.
-struct Engine {
-  std::mutex m;  // guards waiting
-  std::condition_variable cv;
-  std::map<int, int> waiting;  // priority -> copies in progress or waiting
-};
-Engine& engine(Direction d) {
-  static auto* e = new Engine[2];
-  return e[d];
-}
-
 // Takes the next slot of the link for `bytes`, not before `ready`; gives the slot's end.
 std::int64_t take_slot(Control& c, Direction d, std::int64_t ready, std::size_t bytes) {
   const double rate = static_cast<double>(c.link_rate[d].load(std::memory_order_relaxed));
@@ -122,30 +111,18 @@ bool move_bytes(void* dst, const void* src, std::size_t n, CUdeviceptr on_device
   return true;
 }
 
-void link_copy(Control& control, Direction d, int priority, double slow, char* dst, const char* src, std::size_t n,
+// A stream's priority makes no difference here: "Stream priorities have no effect on host-to-device
+// and device-to-host memory operations" (cuStreamCreateWithPriority).
+void link_copy(Control& control, Direction d, double slow, char* dst, const char* src, std::size_t n,
                CUdeviceptr dev_ptr, std::int64_t* clock) {
-  Engine& e = engine(d);
-  {
-    std::lock_guard lock(e.m);
-    e.waiting[priority] += 1;
-  }
   for (std::size_t at = 0; at < n; at += kPiece) {
     const std::size_t piece = std::min(kPiece, n - at);
-    {
-      std::unique_lock lock(e.m);
-      e.cv.wait(lock, [&] { return e.waiting.begin()->first >= priority; });
-    }
     std::int64_t ready = std::max(*clock, now_ns() - kCatchUp);
     std::int64_t end = take_slot(control, d, ready, static_cast<std::size_t>(static_cast<double>(piece) * slow));
     sleep_until_ns(end - static_cast<std::int64_t>(static_cast<double>(piece) * 1e9 / kMemcpyRate));
     *clock = end;
     if (!move_bytes(dst + at, src + at, piece, dev_ptr + at)) break;
   }
-  {
-    std::lock_guard lock(e.m);
-    if (--e.waiting[priority] == 0) e.waiting.erase(priority);
-  }
-  e.cv.notify_all();
 }
 
 }  // namespace
@@ -489,8 +466,8 @@ CUresult copy_over_link(CUstream stream, Direction d, CUdeviceptr dev_ptr, void*
   char* dst = d == kHostToDevice ? dev_bytes : host_bytes;
   const char* src = d == kHostToDevice ? host_bytes : dev_bytes;
   Control& control = *current_device()->control;
-  submit(s, {[=, &control, priority = s->priority](std::int64_t* clock) {
-               link_copy(control, d, priority, pinned ? 1.0 : 2.0, dst, src, n, dev_ptr, clock);
+  submit(s, {[=, &control](std::int64_t* clock) {
+               link_copy(control, d, pinned ? 1.0 : 2.0, dst, src, n, dev_ptr, clock);
              },
              {}});
   if (wait || !pinned) {

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pymux import _core, config
-from pymux.errors import DriverError, RegionError, RegionNotResident
+from pymux.errors import DriverError, FrozenRegion, RegionError, RegionNotResident
 from pymux.mux import Mux, Region
 
 _FACTORIES = frozenset(
@@ -124,6 +125,10 @@ class Integration:
             region.read(tensor.data_ptr(), raw.view(torch.uint8).numpy())
             return raw.as_strided(tensor.shape, tensor.stride()).clone()
 
+    def state_dict(self, mux: Mux, what: Any) -> Any:
+        """See Mux.state_dict."""
+        return tree_map(lambda x: self.to_host(mux, x) if isinstance(x, torch.Tensor) else x, what.state_dict())
+
     def before_leave(self) -> None:
         """Close what a failed optimizer step left open; give cached free blocks back to the driver."""
         self._end_step()
@@ -225,7 +230,7 @@ class _RegionMode(TorchFunctionMode):
 
 
 class _CheckMode(TorchFunctionMode):
-    """Raises before an operation touches a region's tensor outside a phase."""
+    """Raises before an operation touches a region's tensor whose pages may be away, or writes a frozen one."""
 
     _HARMLESS = frozenset(
         {"data_ptr", "untyped_storage", "__get__", "__set__", "size", "stride", "dim", "numel", "detach", "view_as",
@@ -235,26 +240,55 @@ class _CheckMode(TorchFunctionMode):
     def __init__(self, mux: Mux) -> None:
         super().__init__()
         self._mux = mux
+        self._writes = _FrozenMode(mux)
+
+    def __enter__(self) -> Any:
+        self._writes.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        self._writes.__exit__(*exc)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        if not self._mux.active and name not in self._HARMLESS:
+        if name not in self._HARMLESS:
             for t in tree_leaves((args, kwargs)):
-                region = self._region_of(t)
-                if region is not None:
-                    raise RegionNotResident(
-                        f"torch.{name} touches region {region.name!r} outside a phase, when its pages may be away. "
-                        f"Do it inside 'with mux.phase(...)', or read the tensor with mux.to_host(tensor)."
+                region = _region_of(self._mux, t)
+                if region is not None and (reason := self._mux.why_absent(region.name)):
+                    raise RegionNotResident(f"torch.{name} touches region {region.name!r} {reason}")
+        return func(*args, **kwargs)
+
+
+class _FrozenMode(TorchDispatchMode):
+    """Raises before an operation, autograd's and an optimizer's too, writes a frozen region."""
+
+    def __init__(self, mux: Mux) -> None:
+        super().__init__()
+        self._mux = mux
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        for i, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - no public form
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for t in tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name)):
+                region = _region_of(self._mux, t)
+                if region is not None and region.frozen and not self._mux.filling(region.name):
+                    raise FrozenRegion(
+                        f"{func} writes region {region.name!r}, which is frozen: what changes in it is not saved. "
+                        f"Write it in 'with mux.region({region.name!r})', or create it without frozen=True."
                     )
         return func(*args, **kwargs)
 
-    def _region_of(self, t: Any) -> Region | None:
-        if not isinstance(t, torch.Tensor) or t.layout != torch.strided or t.numel() == 0:
-            return None
-        return self._mux.region_of(t.data_ptr())
+
+def _region_of(mux: Mux, t: Any) -> Region | None:
+    if not isinstance(t, torch.Tensor) or t.layout != torch.strided or t.numel() == 0:
+        return None
+    return mux.region_of(t.data_ptr())
 
 
 def check_mode(mux: Mux) -> TorchFunctionMode:

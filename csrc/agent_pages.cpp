@@ -1,0 +1,546 @@
+// The agent thread: which pages go, come and are written back, and where their copies are kept.
+#include <algorithm>
+#include <cerrno>
+#include <set>
+#include <system_error>
+
+#include "agent.h"
+#include "error.h"
+
+namespace pymux {
+namespace {
+constexpr double kMintPatience = 5.0;  // a dying process gives its memory back within this
+constexpr double kMintRetry = 0.002;
+constexpr double kHostRetry = 1.0;  // how long a full host is not asked again when there is a spill file
+}  // namespace
+
+void Agent::queue_missing(const std::shared_ptr<Region>& r, std::size_t first, std::size_t count) {
+  std::set<std::size_t> queued;
+  for (const PageRef& p : fill_)
+    if (p.region == r.get()) queued.insert(p.index);
+  for (std::size_t i = first; i < first + count; ++i) {
+    const PageEntry& e = r->pages[i];
+    const bool there = e.state == PageState::resident && !e.moving;
+    const bool coming = e.state != PageState::resident && e.moving;
+    if (!there && !coming && r->live(i) && !queued.contains(i)) fill_.push_back({r.get(), i});
+  }
+}
+
+// A swap that somebody waits for; write-back pauses meanwhile.
+bool Agent::demand() const { return quota_ > 0 || !fill_.empty() || !pager_->out_empty() || !pager_->in_empty(); }
+
+// Starts what can be started, finishes what is done; where neither is possible, waits for one page.
+void Agent::step() {
+  bool progress = false;
+  stalled_ = false;
+  retry_releases();
+  pager_->advance();
+  while (quota_ > 0 && !pager_->out_full() && start_out()) progress = true;
+  if (retry_at_ == 0 || now_seconds() >= retry_at_) {
+    retry_at_ = 0;
+    while (!fill_.empty() && !pager_->in_full() && (options_.duplex || pager_->out_empty()) && start_in())
+      progress = true;
+  }
+  while (!pager_->out_empty() && pager_->out_ready()) finish_out(), progress = true;
+  while (!pager_->in_empty() && pager_->in_ready()) finish_in(), progress = true;
+  while (!pager_->save_empty() && pager_->save_ready()) finish_save(), progress = true;
+  if (!demand()) {
+    if (std::exchange(save_due_, false)) plan_saves();
+    while (!saves_.empty() && !pager_->save_full() && start_save()) progress = true;
+  }
+  if (!progress) {
+    flush_pages();  // somebody may wait for what is ready
+    if (!pager_->out_empty()) {
+      finish_out();
+    } else if (!pager_->in_empty()) {
+      finish_in();
+    } else if (!pager_->save_empty()) {
+      finish_save();
+    }
+  }
+  if (quota_ == 0 && pager_->out_empty()) flush_pages();
+  settle();
+}
+
+// Pages that could go, the first to go last: those no phase here needs, then what a request that was
+// not granted yet needs; discardable, clean, dirty; least recently used. For saving also those that an
+// open phase uses and does not write: they go next.
+std::vector<PageRef> Agent::candidates(bool for_saving) {
+  using Rank = std::tuple<bool, int, std::uint64_t, std::size_t>;
+  std::vector<std::pair<Rank, PageRef>> all;
+  std::lock_guard lock(mutex_);
+  const bool running = running_locked();
+  for (auto& r : regions_) {
+    const bool needed = (running || phase_ == Phase::waiting) && in_use_locked(*r);
+    if (running && (for_saving ? written_locked(*r) : needed)) continue;
+    for (std::size_t i = 0; i < r->pages.size(); ++i) {
+      const PageEntry& e = r->pages[i];
+      if (e.state != PageState::resident || e.moving) continue;
+      const bool worthless = r->on_evict == OnEvict::discard || !r->live(i);
+      const int kind = worthless ? 0 : e.clean() ? 1 : 2;
+      all.push_back({{needed && !for_saving, kind, r->last_used, r->pages.size() - i}, {r.get(), i}});
+    }
+  }
+  std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  std::vector<PageRef> out;
+  for (auto& [rank, ref] : all) out.push_back(ref);
+  return out;
+}
+
+// Sends a physical page along with its credit: as a descriptor, or by freeing it.
+void Agent::hand_out(Page page) {
+  if (pass_pages_) {
+    try {
+      outgoing_.push_back(page.export_fd());
+      return;
+    } catch (const Error&) {
+      note_fault(std::current_exception());
+    }
+  }
+  page = Page();  // released before the broker hears of it
+  outgoing_bare_ += 1;
+}
+
+// Gives away a page without contents that nobody here waits for; false when there is none.
+bool Agent::give_spare() {
+  {
+    std::lock_guard lock(mutex_);
+    if (held_ - used_ <= fill_.size()) return false;
+    held_ -= 1;
+  }
+  quota_ -= 1;
+  if (!spare_fds_.empty()) {
+    outgoing_.push_back(std::move(spare_fds_.back()));
+    spare_fds_.pop_back();
+  } else if (!spare_.empty()) {
+    Page page = std::move(spare_.back());
+    spare_.pop_back();
+    hand_out(std::move(page));
+  } else {
+    outgoing_bare_ += 1;
+  }
+  return true;
+}
+
+// Gives one page away, or starts to; false when there is nothing to give.
+bool Agent::start_out() {
+  if (give_spare()) return true;
+  if (!victims_known_) {
+    victims_ = candidates(false);
+    victims_known_ = true;
+  }
+  if (victims_.empty()) {
+    victims_known_ = false;
+    if (!pager_->in_empty()) return false;  // what is on its way in may go when it is there
+    missing_ += static_cast<std::uint32_t>(quota_);
+    quota_ = 0;
+    return false;
+  }
+  PageRef ref = victims_.back();
+  victims_.pop_back();
+  PageEntry& e = ref.entry();
+  while (e.saving) finish_save();  // clean in a moment
+  {
+    std::lock_guard lock(mutex_);
+    if (e.state != PageState::resident || e.moving || (running_locked() && in_use_locked(*ref.region))) return true;
+    e.moving = true;  // from here on a phase that needs the page waits for it
+  }
+  const bool copy = Pager::needs_copy(ref, always_copy_);
+  std::optional<Store> store = Store{};
+  auto unmark = [&] {
+    std::lock_guard lock(mutex_);
+    e.moving = false;
+  };
+  try {
+    if (copy) store = store_for(ref);
+  } catch (const Error&) {
+    unmark();
+    fail_out();
+    return false;
+  }
+  if (!store) {
+    unmark();
+    victims_.push_back(ref);
+    stalled_ = true;
+    return false;
+  }
+  try {
+    pager_->begin_out(ref, copy, *store);
+  } catch (const Error&) {
+    fail_out();
+    return false;
+  }
+  quota_ -= 1;
+  if (!local_) {
+    std::lock_guard lock(mutex_);
+    taken_ += 1;
+  }
+  return true;
+}
+
+// The host is full, or the driver refuses: what is left is dirty too, and stays where it is.
+void Agent::fail_out() {
+  missing_ += static_cast<std::uint32_t>(quota_);
+  quota_ = 0;
+  victims_.clear();
+  note_fault(std::current_exception());
+}
+
+void Agent::finish_out() {
+  try {
+    Page page = pager_->finish_out();
+    {
+      std::lock_guard lock(mutex_);
+      used_ -= 1;
+      held_ -= 1;
+    }
+    hand_out(std::move(page));
+  } catch (const Error&) {
+    missing_ += 1;
+    note_fault(std::current_exception());
+  }
+  if (outgoing_.size() >= wire::kMaxFds / 2) flush_pages();
+}
+
+void Agent::evict_now(const Region* only, bool always_copy) {
+  while (!pager_->in_empty()) finish_in();
+  victims_ = candidates(false);
+  if (only) std::erase_if(victims_, [&](const PageRef& p) { return p.region != only; });
+  victims_known_ = true;
+  always_copy_ = always_copy;
+  local_ = true;
+  const std::uint64_t spare = held_ - used_;
+  quota_ += victims_.size() + (only ? 0 : spare);
+  try {
+    while (quota_ > 0 || !pager_->out_empty()) {
+      step();
+      if (!stalled_ || !pager_->out_empty()) continue;
+      poll_once(1000);  // host memory is being grown, or asked for
+      try {
+        take_messages();
+      } catch (const std::system_error&) {
+        reconnect();
+      }
+    }
+    flush_pages();
+  } catch (...) {
+    always_copy_ = local_ = false;
+    throw;
+  }
+  always_copy_ = local_ = false;
+}
+
+// ---- copies --------------------------------------------------------------------------------
+
+// A free slot, or -1. The first ones are set aside for what passes through to the spill file.
+std::int64_t Agent::take_slot() {
+  while (spill_ && pager_->staging_total() < Pager::kStaging) {
+    const std::int64_t slot = backing_->take();
+    if (slot < 0) return slot;
+    pager_->add_staging(slot);
+  }
+  return backing_->take();
+}
+
+// Copies whose page has no live contents any more.
+bool Agent::reclaim_dead() {
+  bool any = false;
+  std::lock_guard lock(mutex_);
+  for (auto& r : regions_)
+    for (std::size_t i = 0; i < r->pages.size(); ++i) {
+      PageEntry& e = r->pages[i];
+      if (e.state != PageState::evicted || e.moving || r->live(i)) continue;
+      e.state = PageState::absent;
+      if (e.slot >= 0) backing_->give(std::exchange(e.slot, -1)), any = true;
+      if (e.place >= 0) spill_->give(std::exchange(e.place, -1));
+    }
+  return any;
+}
+
+void Agent::ask_host(std::size_t bytes, bool urgent) {
+  auto m = wire::make<wire::Host>(wire::kHost);
+  m.want = bytes;
+  m.urgent = urgent;
+  send(m);
+}
+
+// Where to copy a page: a slot it has, a free one, a new one if the host and the node's budget have
+// room, else the spill file. Nothing: not now, memory is on its way. Throws HostOutOfMemory.
+std::optional<Store> Agent::store_for(PageRef ref) {
+  PageEntry& e = ref.entry();
+  if (!spill_) {
+    std::lock_guard lock(mutex_);
+    if (!spill_dir_.empty()) spill_ = std::make_unique<Spill>(spill_dir_, page_size_, [this] { wake(); });
+  }
+  if (spill_) pager_->use_spill(spill_.get());
+  if (e.slot >= 0) return Store{.slot = e.slot};
+  std::int64_t slot = take_slot();
+  if (slot < 0 && reclaim_dead()) slot = take_slot();
+  if (slot >= 0) return Store{.slot = slot, .fresh_slot = true};
+  std::exception_ptr full;
+  if (now_seconds() >= host_full_until_) {
+    if (host_asked_ || backing_->growing()) return std::nullopt;
+    full = backing_->take_failure();
+    const std::size_t need = backing_->pinned_bytes() + backing_->chunk_bytes();
+    if (!full && backing_->allowed() >= need) {
+      backing_->expect(need / page_size_);
+      return std::nullopt;
+    }
+    if (!full && !std::exchange(host_exhausted_, false)) {
+      host_asked_ = true;
+      ask_host(need, true);
+      return std::nullopt;
+    }
+    if (spill_) host_full_until_ = now_seconds() + kHostRetry;
+  }
+  if (spill_ && pager_->staging_total() > 0) {
+    if (pager_->staging_free() == 0) return std::nullopt;
+    const std::int64_t place = e.place >= 0 ? e.place : spill_->take();
+    return Store{.slot = pager_->take_staging(), .place = place, .fresh_place = e.place < 0};
+  }
+  if (full) std::rethrow_exception(full);
+  Error error("HostOutOfMemory",
+              "this node's host budget for swapped-out pages is used up: this process has " +
+                  std::to_string(backing_->pinned_bytes() >> 20) + " MiB of it, and " +
+                  std::to_string(backing_->chunk_bytes() >> 20) +
+                  " MiB more are needed. The pages stay on the device. Start the broker with a larger --host-budget, "
+                  "or with a --spill-dir for the rest.");
+  error.need = backing_->chunk_bytes();
+  error.limit = 0;
+  throw error;
+}
+
+// Lets the backing store grow, in the background, to what a swap-out of everything would need.
+void Agent::plan_host() {
+  std::size_t slots = backing_->used_bytes() / page_size_;
+  {
+    std::lock_guard lock(mutex_);
+    if (!spill_dir_.empty() && pager_->staging_total() == 0) slots += Pager::kStaging;
+    for (auto& r : regions_) {
+      if (r->on_evict != OnEvict::keep) continue;
+      for (std::size_t i = 0, n = r->used_pages(); i < n; ++i) {
+        const PageEntry& e = r->pages[i];
+        slots += e.state == PageState::resident && !e.has_copy() && r->live(i);
+      }
+    }
+  }
+  const std::size_t chunks = (slots + Backing::kSlotsPerChunk - 1) / Backing::kSlotsPerChunk;
+  const std::size_t bytes = chunks * backing_->chunk_bytes();
+  if (bytes <= backing_->pinned_bytes()) return;
+  backing_->expect(slots);
+  if (bytes <= std::max(backing_->allowed(), host_told_)) return;
+  host_told_ = bytes;
+  ask_host(bytes, false);
+}
+
+// ---- write-back ----------------------------------------------------------------------------
+
+// Looks for pages worth writing back: the dirty ones among those that would be taken first, as many
+// as were taken between phases lately.
+void Agent::plan_saves() {
+  saves_.clear();
+  std::uint64_t n = 0;
+  {
+    std::lock_guard lock(mutex_);
+    n = options_.snapshot ? 0 : expected_takes_locked();
+  }
+  if (n == 0) return;
+  const std::vector<PageRef> order = candidates(true);
+  for (auto it = order.rbegin(); it != order.rend() && n > 0; ++it, --n)
+    if (Pager::needs_copy(*it, false)) saves_.push_back(*it);
+}
+
+// Starts one write-back; false when it must wait.
+bool Agent::start_save() {
+  const PageRef ref = saves_.front();
+  PageEntry& e = ref.entry();
+  saves_.pop_front();
+  {
+    std::lock_guard lock(mutex_);
+    if (e.state != PageState::resident || e.moving || e.saving || !e.dirty || !ref.region->live(ref.index)) return true;
+    if (running_locked() && written_locked(*ref.region)) return true;
+  }
+  Store store{.slot = e.slot};
+  if (store.slot < 0) store = {.slot = take_slot(), .fresh_slot = true};
+  if (store.slot < 0) {  // no host memory yet: a swap-out will ask for it
+    saves_.clear();
+    return false;
+  }
+  {
+    std::lock_guard lock(mutex_);
+    e.saving = true;
+  }
+  try {
+    pager_->begin_save(ref, store);
+  } catch (const Error&) {
+    saves_.clear();
+    note_fault(std::current_exception());
+    return false;
+  }
+  return true;
+}
+
+void Agent::finish_save() {
+  try {
+    pager_->finish_save();
+  } catch (const Error&) {
+    note_fault(std::current_exception());
+  }
+}
+
+// Finds the pages that the phase left as they were when they were last copied.
+void Agent::take_fingerprints(const Region* only) {
+  if (!fingerprinter_) fingerprinter_ = std::make_unique<Fingerprinter>();
+  std::vector<PageRef> refs;
+  std::vector<CUdeviceptr> at;
+  {
+    std::lock_guard lock(mutex_);
+    fingerprints_ = fingerprinter_->available();
+    if (!fingerprints_) return;
+    for (auto& r : writes_) {
+      if (!r->fingerprint || (only && r.get() != only)) continue;
+      for (std::size_t i = 0, n = r->used_pages(); i < n; ++i) {
+        const PageEntry& e = r->pages[i];
+        if (e.state != PageState::resident || e.moving || !e.dirty || !r->live(i)) continue;
+        refs.push_back({r.get(), i});
+        at.push_back(r->at(i));
+      }
+    }
+  }
+  try {
+    const std::vector<Digest> now = fingerprinter_->digest(at, page_size_);
+    std::lock_guard lock(mutex_);
+    for (std::size_t i = 0; i < refs.size(); ++i) {
+      PageEntry& e = refs[i].entry();
+      e.digest = now[i];
+      if (!e.has_copy() || e.copied != e.digest) continue;
+      e.dirty = false;
+      e.proven = true;
+    }
+  } catch (const Error&) {
+    note_fault(std::current_exception());  // dirty, then
+  }
+}
+
+// ---- messages about pages ------------------------------------------------------------------
+
+void Agent::flush_pages() {
+  while (!outgoing_.empty() || outgoing_bare_ > 0 || missing_ > 0) {
+    auto m = wire::make<wire::Pages>(wire::kPages);
+    std::vector<Fd> fds;
+    while (!outgoing_.empty() && fds.size() < wire::kMaxFds) {
+      fds.push_back(std::move(outgoing_.back()));
+      outgoing_.pop_back();
+    }
+    m.count = std::exchange(outgoing_bare_, 0) + static_cast<std::uint32_t>(fds.size());
+    m.missing = std::exchange(missing_, 0);
+    std::lock_guard lock(mutex_);
+    if (phase_ == Phase::waiting && !options_.snapshot) {  // what was taken from a waiter is needed again
+      for (auto* list : {&uses_, &lazy_})
+        for (auto& r : *list) queue_missing(r, 0, r->used_pages());
+    }
+    m.want = phase_ == Phase::waiting || !fill_.empty() ? want_locked() : 0;
+    m.counts = counts_locked();
+    send(m, fds);
+  }
+}
+
+// Physical memory for up to `count` pages: passed ones first, then new ones.
+bool Agent::obtain(std::vector<Page>& physical, std::size_t count) {
+  while (physical.size() < count) {
+    if (!spare_.empty()) {
+      physical.push_back(std::move(spare_.back()));
+      spare_.pop_back();
+    } else if (!spare_fds_.empty()) {
+      Page p = Page::import(spare_fds_.back());
+      spare_fds_.pop_back();
+      physical.push_back(std::move(p));
+    } else {
+      try {
+        physical.push_back(Page::create(device_, page_size_, pass_pages_));
+        mint_deadline_ = 0;
+      } catch (const CudaError& e) {
+        if (!physical.empty()) return true;
+        if (e.code != CUDA_ERROR_OUT_OF_MEMORY) throw;
+        // The broker counted this page free: whoever had it may still be dying.
+        if (mint_deadline_ == 0) mint_deadline_ = now_seconds() + kMintPatience;
+        if (now_seconds() > mint_deadline_) {
+          mint_deadline_ = 0;
+          throw;
+        }
+        retry_at_ = now_seconds() + kMintRetry;
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+// Starts a run of adjacent pages; false when it must wait.
+bool Agent::start_in() {
+  std::size_t room = 0;
+  {
+    std::lock_guard lock(mutex_);
+    room = static_cast<std::size_t>(held_ - used_);
+  }
+  if (room == 0) return false;
+  std::vector<PageRef> run;
+  std::size_t staging = pager_->staging_free();
+  while (!fill_.empty() && run.size() < std::min(room, Pager::kRun)) {
+    PageRef ref = fill_.front();
+    const PageEntry& e = ref.entry();
+    if (e.moving && e.state == PageState::resident) break;  // on its way out: first let it arrive there
+    if (e.state == PageState::resident || e.moving) {
+      fill_.pop_front();
+      continue;
+    }
+    if (!run.empty() && (run.back().region != ref.region || run.back().index + 1 != ref.index)) break;
+    if (e.state == PageState::evicted && e.slot < 0) {  // by way of a staging slot
+      if (staging == 0) break;
+      staging -= 1;
+    }
+    run.push_back(ref);
+    fill_.pop_front();
+  }
+  if (run.empty()) return false;
+  std::vector<Page> physical;
+  try {
+    if (!obtain(physical, run.size())) {
+      fill_.insert(fill_.begin(), run.begin(), run.end());
+      return false;
+    }
+    while (run.size() > physical.size()) {
+      fill_.push_front(run.back());
+      run.pop_back();
+    }
+    pager_->begin_in(run, physical);
+  } catch (...) {
+    for (auto& p : physical) spare_.push_back(std::move(p));
+    fail_waiters(std::current_exception());
+    return false;
+  }
+  std::lock_guard lock(mutex_);
+  used_ += run.size();
+  return true;
+}
+
+void Agent::finish_in() {
+  Reason reason = Reason::demand;
+  {
+    std::lock_guard lock(mutex_);
+    if (phase_ == Phase::waiting && !granted_) reason = Reason::prefetch;
+    if (phase_ == Phase::active) reason = Reason::streaming;
+  }
+  Pager::Arrival a = pager_->finish_in(reason);
+  std::unique_lock lock(mutex_);
+  if (!a.failed) {
+    if (phase_ == Phase::active && written_locked(*a.ref.region)) a.ref.entry().mark_written();
+    return;
+  }
+  spare_.push_back(std::move(a.returned));
+  used_ -= 1;
+  lock.unlock();
+  fail_waiters(a.failed);
+}
+
+}  // namespace pymux
