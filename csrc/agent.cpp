@@ -139,7 +139,7 @@ std::shared_ptr<Region> Agent::create_region(const std::string& name, OnEvict on
 bool Agent::resident_locked(const Region& r, std::size_t first, std::size_t count) const {
   for (std::size_t i = first; i < first + count; ++i) {
     const PageEntry& e = r.pages[i];
-    if ((e.state != PageState::resident || e.moving) && r.live(i)) return false;
+    if ((e.state != PageState::resident || e.moving) && r.allocated(i)) return false;
   }
   return true;
 }

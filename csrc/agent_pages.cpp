@@ -22,7 +22,7 @@ void Agent::queue_missing(const std::shared_ptr<Region>& r, std::size_t first, s
     const PageEntry& e = r->pages[i];
     const bool there = e.state == PageState::resident && !e.moving;
     const bool coming = e.state != PageState::resident && e.moving;
-    if (!there && !coming && r->live(i) && !queued.contains(i)) fill_.push_back({r.get(), i});
+    if (!there && !coming && r->allocated(i) && !queued.contains(i)) fill_.push_back({r.get(), i});
   }
 }
 

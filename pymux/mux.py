@@ -201,7 +201,7 @@ class Mux:
         Raises:
             ContentsLost: a tensor's pages were discarded.
         """
-        return self._torch_integration().state_dict(self, what)
+        return dict(self._torch_integration().state_dict(self, what))
 
     def region_of(self, ptr: int) -> Region | None:
         """Return the region that an address belongs to, or None."""
@@ -273,9 +273,11 @@ class Mux:
             )
         if region in p.resident:
             return None
+        if region in p.done:
+            return f"after lease.done_with({region!r}), which gave its pages away. Say so later in phase {p.name!r}."
         if region in p.lazy:
             return f"before lease.require({region!r}): phase {p.name!r} has it in lazy=, and it may be on its way."
-        return f"which phase {p.name!r} does not use (any more), so that its pages may be away. Name it in uses=."
+        return f"which phase {p.name!r} does not use, so that its pages may be away. Name it in uses=."
 
     @property
     def recalled(self) -> bool:
@@ -382,7 +384,7 @@ class Mux:
         begin = time.monotonic()
         self._agent.acquire(p.name, uses, lazy, writes, p.expect, -1.0 if p.timeout is None else p.timeout)
         p.entered = time.monotonic()
-        p.resident = set(eager)
+        p.resident, p.done = set(eager), set()
         self._open = p
         self._spans.append(("wait", p.name, begin, p.entered))
 
@@ -446,6 +448,7 @@ class Phase(ContextDecorator):
         self.timeout = timeout
         self.entered = 0.0
         self.resident: set[str] = set()  # regions that the body may touch now
+        self.done: set[str] = set()  # and those it said it is done with
 
     def _recreate_cm(self) -> Phase:
         return Phase(
@@ -511,6 +514,7 @@ class Lease:
         """
         core = self._used(region, "done_with")
         self._phase.resident.discard(region)
+        self._phase.done.add(region)
         self._phase.mux._agent.done_with(core)  # noqa: SLF001
 
     def _used(self, region: str, call: str) -> _core.Region:

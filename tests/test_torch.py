@@ -283,3 +283,123 @@ def test_expandable_segments_are_found_by_the_doctor(monkeypatch):
 def test_torch_is_not_imported_by_pymux(node):
     assert node.run("say('torch' in sys.modules)") == "False\n"
     assert os.environ["PYMUX_DRIVER"] == "sim"
+
+
+CHECKED = """
+import torch
+mux = pymux.connect("checked")
+def refused(f, error, *words):
+    try: f()
+    except error as e:
+        for w in words: assert w in str(e), (w, str(e))
+    else: raise AssertionError(f"not refused: {words}")
+"""
+
+
+def test_check_mode_knows_what_the_phase_uses_and_what_has_arrived(node):
+    node.run(
+        CHECKED
+        + """
+with mux.region("w"): w = torch.ones(4)
+with mux.region("opt"): opt = torch.ones(4)
+with mux.phase("rollout", uses=("w",)):
+    w.add_(1)
+    refused(lambda: opt.add_(1), pymux.RegionNotResident, "'opt'", "does not use", "uses=")
+with mux.phase("train", uses=("w",), lazy=("opt",)) as lease:
+    refused(lambda: opt.add_(1), pymux.RegionNotResident, "'opt'", "lease.require('opt')")
+    lease.require("opt")
+    opt.add_(1)
+    lease.done_with("opt")
+    refused(lambda: opt.add_(1), pymux.RegionNotResident, "'opt'", "done_with")
+assert mux.to_host(w).tolist() == [2.0] * 4 and mux.to_host(opt).tolist() == [2.0] * 4
+""",
+        PYMUX_CHECK="1",
+    )
+
+
+def test_check_mode_finds_writes_to_a_frozen_region_wherever_they_come_from(node):
+    node.run(
+        CHECKED
+        + """
+base = mux.region("base", frozen=True)
+with base:
+    layer = torch.nn.Linear(4, 4)
+    layer.weight.data.fill_(2)  # within the block it is being filled
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+with mux.phase("train"):
+    loss = layer(torch.ones(1, 4)).sum()  # reading is fine
+    loss.backward()
+    refused(optimizer.step, pymux.FrozenRegion, "'base'", "frozen")
+    refused(lambda: layer.weight.data.mul_(2), pymux.FrozenRegion, "'base'")
+    refused(lambda: torch.nn.init.zeros_(layer.bias), pymux.FrozenRegion, "'base'")
+with base:
+    layer.weight.data.fill_(3)
+mux.evict()
+assert mux.to_host(layer.weight).unique().tolist() == [3.0]
+""",
+        PYMUX_CHECK="1",
+    )
+
+
+def test_check_mode_poisons_what_was_discarded(node):
+    node.run(
+        CHECKED
+        + """
+with mux.region("kv", on_evict="discard"): kv = torch.ones(1024); ids = torch.arange(5)
+mux.evict()
+with mux.phase("use"):
+    assert kv.isnan().all() and (ids == -1).all()
+    kv.fill_(1)
+    assert (kv == 1).all()
+assert mux.stats()["regions"]["kv"]["lost_bytes"] == 2 * 2**20
+""",
+        PYMUX_CHECK="1",
+    )
+
+
+def test_without_check_mode_discarded_pages_are_not_filled(mux):
+    with mux.region("kv2", on_evict="discard"):
+        kv = torch.ones(1024)
+    mux.evict("kv2")
+    with mux.phase("use"):
+        assert not kv.isnan().any()
+
+
+def test_state_dicts_are_read_between_phases_wherever_the_tensors_are(mux):
+    with mux.region("weights"):
+        model = new_model()
+    optimizer = mux.adopt(torch.optim.AdamW(model.parameters()), region="optimizer")
+    train(model, optimizer, 2, lambda: mux.phase("train"))
+    expected = {k: v.clone() for k, v in mux.state_dict(model).items()}
+    mux.evict("optimizer")  # one here, one there
+    saved = {"model": mux.state_dict(model), "optimizer": mux.state_dict(optimizer)}
+    mux.evict()
+    again = mux.state_dict(model)
+    for k, v in expected.items():
+        assert torch.equal(saved["model"][k], v)
+        assert torch.equal(again[k], v)
+        assert mux.region_of(again[k].data_ptr()) is None
+    fresh = new_model()
+    fresh.load_state_dict(saved["model"])
+    other = torch.optim.AdamW(fresh.parameters())
+    other.load_state_dict(saved["optimizer"])
+    train(fresh, other, 2)
+    train(model, optimizer, 2, lambda: mux.phase("train"))
+    for a, b in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, mux.to_host(b))
+
+
+def test_allocating_in_a_region_inside_a_phase_that_does_not_use_it_brings_it_in(mux):
+    with mux.region("a"):
+        first = torch.full((10,), 1.0)
+    with mux.region("b"):
+        other = torch.full((10,), 2.0)
+    mux.evict()
+    with mux.phase("only-a", uses=("a",), writes=()):
+        first.sum()
+        with mux.region("b"):
+            more = torch.full((10,), 3.0)
+        other.add_(1)  # the block said that the region is written
+    mux.evict()
+    assert mux.to_host(other).tolist() == [3.0] * 10
+    assert mux.to_host(more).tolist() == [3.0] * 10
