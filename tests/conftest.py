@@ -41,8 +41,8 @@ def pytest_sessionfinish():
 def pytest_collection_modifyitems(items):
     real = os.environ["PYMUX_TEST_DRIVER"] != "sim"
     for item in items:
-        if real and item.path.name == "test_driver_contract.py":
-            item.add_marker("gpu")  # the same suite, asked of the GPU's driver
+        if real and item.path.name in {"test_driver_contract.py", "test_fingerprint.py"}:
+            item.add_marker("gpu")  # the same suites, asked of the GPU's driver
         elif not real and "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a GPU; run with PYMUX_TEST_DRIVER set to nothing or a path"))
 
@@ -179,7 +179,8 @@ class Cuda:
         assert result == 0, f"{name} returned {result}"
 
     def fail_nth(self, call, n, code, forever=False):
-        self.lib.cudasim_fail_nth(call.encode(), ctypes.c_long(n), code, int(forever))
+        self.lib.cudasim_fail_nth.restype = ctypes.c_long
+        return self.lib.cudasim_fail_nth(call.encode(), ctypes.c_long(n), code, int(forever))
 
     def counts(self):
         values = (ctypes.c_uint64 * 7)()

@@ -1,6 +1,7 @@
 """Whatever driver call fails during a swap: contents intact, nothing leaked, and the next try works."""
 
 import contextlib
+import gc
 import os
 
 import pytest
@@ -61,6 +62,151 @@ def sweep(subject, reset, operation, call, code, forever=False, most=12):
         operation()
         assert subject.intact()
         subject.consistent()
+
+
+@pytest.fixture
+def nothing_leaks(cuda):
+    """What the driver counts, and the descriptors, are as before."""
+    gc.collect()
+    before, files = cuda.counts(), len(os.listdir("/proc/self/fd"))
+    yield
+    cuda.fail_nth("*", 0, 0)
+    gc.collect()
+    assert cuda.counts() == before
+    assert len(os.listdir("/proc/self/fd")) <= files
+
+
+def every_call(cuda, code, forever, reset, operation, check, most=400):
+    """Fail the first, second, ... driver call of an operation until it makes no more of them."""
+    for n in range(1, most):
+        reset()
+        cuda.fail_nth("*", n, code, forever)
+        with contextlib.suppress(pymux.PymuxError):
+            operation()
+        left = cuda.fail_nth("*", 0, 0)
+        check(n)
+        operation()
+        check(n)
+        if left > (1 if forever else 0):
+            return
+    pytest.fail(f"still making driver calls after {most}")
+
+
+SWEEP = pytest.mark.parametrize("forever", [False, True], ids=["once", "from then on"])
+CODES = pytest.mark.parametrize("code", [OUT_OF_MEMORY, INVALID_VALUE, UNKNOWN])
+
+
+@SWEEP
+@CODES
+def test_whichever_call_of_a_swap_out_fails(nothing_leaks, cuda, code, forever):
+    with pymux.connect("faulty") as mux:
+        s = Subject(mux, cuda)
+
+        def dirty():
+            with mux.phase("dirty"):
+                pass
+
+        def check(n):
+            assert s.intact(), f"call {n}: {mux.stats()['last_fault']}"
+
+        every_call(cuda, code, forever, dirty, mux.evict, check)
+        del s
+    del mux
+
+
+@SWEEP
+@CODES
+def test_whichever_call_of_a_swap_in_fails(nothing_leaks, cuda, code, forever):
+    with pymux.connect("faulty") as mux:
+        s = Subject(mux, cuda)
+
+        def enter():
+            with mux.phase("use", writes=()):
+                pass
+
+        def check(n):
+            assert s.intact(), f"call {n}: {mux.stats()['last_fault']}"
+
+        every_call(cuda, code, forever, mux.evict, enter, check)
+        del s
+    del mux
+
+
+@SWEEP
+@CODES
+def test_whichever_call_of_growth_fails(nothing_leaks, cuda, code, forever):
+    """Device memory for new blocks, and host memory for their first swap-out."""
+    with pymux.connect("faulty") as mux:
+        region = mux.region("weights")
+        blocks = []
+
+        def reset():
+            blocks.clear()
+            gc.collect()
+            mux.evict()
+            mux.trim_host()
+
+        def grow():
+            if not blocks:
+                with mux.phase("grow"):
+                    block = region.allocate(3 * PAGE)
+                    memoryview(block)[:4] = b"here"
+                    blocks.append(block)
+            mux.evict()
+
+        def check(n):
+            out = bytearray(4)
+            if blocks:
+                region.read(blocks[0].ptr, out)
+                assert out == b"here", f"call {n}: {mux.stats()['last_fault']}"
+
+        every_call(cuda, code, forever, reset, grow, check)
+        blocks.clear()
+        del region
+    del mux
+
+
+@SWEEP
+@pytest.mark.parametrize("code", [INVALID_VALUE, UNKNOWN])
+def test_whichever_call_of_a_handoff_with_write_back_and_prefetch_fails(nothing_leaks, cuda, code, forever):
+    """Two clients of one process take turns; whose agent meets the fault is a matter of timing."""
+    with pymux.connect("a") as a, pymux.connect("b") as b:
+        held = {}
+        for i, mux in enumerate((a, b)):
+            with mux.phase("init"):
+                block = mux.region("w").allocate(18 * PAGE)
+                memoryview(block)[:] = bytes([i + 1]) * block.size
+                held[mux] = block
+        turns = [10]
+
+        def turn(mux, timeout=5):
+            with mux.phase("turn", timeout=timeout):
+                memoryview(held[mux])[PAGE : PAGE + 1] = bytes([turns[0]])
+
+        def both():
+            turn(a)
+            turn(b)
+
+        def check(n):
+            for i, mux in enumerate((a, b)):
+                out = bytearray(18 * PAGE)
+                mux.region("w").read(held[mux].ptr, out)
+                out[PAGE] = i + 1
+                assert out == bytes([i + 1]) * len(out), f"call {n}: {mux.stats()['last_fault']}"
+
+        both()
+        for n in range(1, 160, 3):
+            cuda.fail_nth("*", n, code, forever)
+            for mux in (a, b):
+                with contextlib.suppress(pymux.PymuxError):
+                    turn(mux, timeout=0.5 if forever else 5)
+            cuda.fail_nth("*", 0, 0)
+            check(n)
+            both()
+            check(n)
+        held.clear()
+        del block
+    del a, b, mux
 
 
 OUT_CALLS = ["cuMemcpyDtoHAsync", "cuEventRecord", "cuEventQuery", "cuMemUnmap", "cuMemExportToShareableHandle",

@@ -2,6 +2,7 @@
 // simulated driver.
 #include <dlfcn.h>
 #include <pthread.h>
+#include <signal.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -31,10 +32,12 @@ std::vector<Context*>& stack() {
   return *context_stack;
 }
 
+constexpr int kKill = -SIGKILL;  // as a code: the process is killed instead of the call
+
 struct Fault {
   std::string call;
   long countdown;
-  CUresult code;
+  int code;
   bool forever;
 };
 std::mutex fault_mutex;  // guards faults
@@ -51,35 +54,39 @@ CUresult injected(const char* call) {
       --f.countdown;
     } else if (f.countdown == 1) {
       if (!f.forever) f.countdown = 0;
-      return f.code;
+      if (f.code == kKill) raise(SIGKILL);
+      return static_cast<CUresult>(f.code);
     }
   }
   return CUDA_SUCCESS;
 }
 
-void arm(const char* call, long n, int code, int forever) {
+long arm(const char* call, long n, int code, int forever) {
+  long left = 0;
   std::lock_guard lock(fault_mutex);
   if (!faults) faults = new std::vector<Fault>();
   if (n <= 0) {
+    for (const Fault& f : *faults)
+      if (f.call == call) left = f.countdown;
     std::erase_if(*faults, [&](const Fault& f) { return f.call == call; });
   } else {
-    faults->push_back({call, n, static_cast<CUresult>(code), forever != 0});
+    faults->push_back({call, n, code, forever != 0});
   }
   faults_armed = !faults->empty();
+  return left;
 }
 
-// PYMUX_SIM_FAIL="cuMemCreate:3:2" or "...:forever", comma separated, for child processes.
+// PYMUX_SIM_FAIL="cuMemCreate:3:2", "...:forever" or "cuMemCreate:3:kill", comma separated.
 void arm_from_environment() {
   const char* text = std::getenv("PYMUX_SIM_FAIL");
   if (!text) return;
   std::string all = text;
   for (std::size_t at = 0; at < all.size();) {
     std::size_t end = std::min(all.find(',', at), all.size());
-    char call[64] = {}, mode[16] = {};
+    char call[64] = {}, code[16] = {}, mode[16] = {};
     long n = 0;
-    int code = 0;
-    if (std::sscanf(all.substr(at, end - at).c_str(), "%63[^:]:%ld:%d:%15s", call, &n, &code, mode) >= 3)
-      arm(call, n, code, std::strcmp(mode, "forever") == 0);
+    if (std::sscanf(all.substr(at, end - at).c_str(), "%63[^:]:%ld:%15[^:]:%15s", call, &n, code, mode) >= 3)
+      arm(call, n, std::strcmp(code, "kill") == 0 ? kKill : std::atoi(code), std::strcmp(mode, "forever") == 0);
     at = end + 1;
   }
 }
@@ -352,9 +359,10 @@ SIM_API CUresult CUDAAPI cuGetProcAddress(const char* symbol, void** pfn, int ve
 
 // ---- what tests set and read ---------------------------------------------------------------
 
-// The n-th call of `call` ("*": any) from now fails with `code`, once or from then on; n <= 0
-// forgets the faults of that call.
-SIM_API void cudasim_fail_nth(const char* call, long n, int code, int forever) { arm(call, n, code, forever); }
+// The n-th call of `call` ("*": any) from now fails with `code` (-9: SIGKILL instead), once or from then
+// on; n <= 0 forgets the faults of that call. Gives how many calls were left when they were forgotten, so
+// that a sweep knows where it ended.
+SIM_API long cudasim_fail_nth(const char* call, long n, int code, int forever) { return arm(call, n, code, forever); }
 
 SIM_API void cudasim_counts(sim::Counts* out) {
   *out = {};
