@@ -110,8 +110,6 @@ def test_whichever_call_of_a_swap_out_fails(nothing_leaks, cuda, code, forever):
             assert s.intact(), f"call {n}: {mux.stats()['last_fault']}"
 
         every_call(cuda, code, forever, dirty, mux.evict, check)
-        del s
-    del mux
 
 
 @SWEEP
@@ -128,8 +126,6 @@ def test_whichever_call_of_a_swap_in_fails(nothing_leaks, cuda, code, forever):
             assert s.intact(), f"call {n}: {mux.stats()['last_fault']}"
 
         every_call(cuda, code, forever, mux.evict, enter, check)
-        del s
-    del mux
 
 
 @SWEEP
@@ -161,13 +157,9 @@ def test_whichever_call_of_growth_fails(nothing_leaks, cuda, code, forever):
                 assert out == b"here", f"call {n}: {mux.stats()['last_fault']}"
 
         every_call(cuda, code, forever, reset, grow, check)
-        blocks.clear()
-        del region
-    del mux
 
 
-@SWEEP
-@pytest.mark.parametrize("code", [INVALID_VALUE, UNKNOWN])
+@pytest.mark.parametrize(("code", "forever"), [(INVALID_VALUE, False), (UNKNOWN, False), (UNKNOWN, True)])
 def test_whichever_call_of_a_handoff_with_write_back_and_prefetch_fails(nothing_leaks, cuda, code, forever):
     """Two clients of one process take turns; whose agent meets the fault is a matter of timing."""
     with pymux.connect("a") as a, pymux.connect("b") as b:
@@ -195,7 +187,7 @@ def test_whichever_call_of_a_handoff_with_write_back_and_prefetch_fails(nothing_
                 assert out == bytes([i + 1]) * len(out), f"call {n}: {mux.stats()['last_fault']}"
 
         both()
-        for n in range(1, 160, 3):
+        for n in range(1, 160, 6):
             cuda.fail_nth("*", n, code, forever)
             for mux in (a, b):
                 with contextlib.suppress(pymux.PymuxError):
@@ -204,9 +196,6 @@ def test_whichever_call_of_a_handoff_with_write_back_and_prefetch_fails(nothing_
             check(n)
             both()
             check(n)
-        held.clear()
-        del block
-    del a, b, mux
 
 
 OUT_CALLS = ["cuMemcpyDtoHAsync", "cuEventRecord", "cuEventQuery", "cuMemUnmap", "cuMemExportToShareableHandle",
