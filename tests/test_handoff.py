@@ -33,6 +33,10 @@ for order in iter(hear, ""):
         say(byte)
     elif order == "stats":
         say(json.dumps(mux.stats()))
+    elif order.startswith("die at call "):
+        from pymux import _core
+        ctypes.CDLL(_core.load_driver("sim")).cudasim_fail_nth(b"*", ctypes.c_long(int(order.split()[-1])), -9, 0)
+        say("armed")
     elif order == "address":
         say(block.ptr)
 """
@@ -168,6 +172,55 @@ def test_killing_the_holder_gives_the_device_to_the_next(node_factory):
     assert hear(b) == "3"
     status = node.until(lambda s: len(s["clients"]) == 1)
     assert status["devices"][0]["budget_pages"] == 16
+
+
+def answers(p):
+    try:
+        say(p, "stats")
+    except BrokenPipeError:
+        return False
+    return bool(p.stdout.readline())
+
+
+def killed_at_every_call(node, survivor, victim, hand_over, most=60):
+    """Start a victim, let it die at its n-th driver call of a handoff; until it makes no more."""
+    for n in range(1, most):
+        p = victim(n)
+        hand_over(p, f"die at call {n}")
+        alive = answers(p)
+        p.kill()
+        assert p.wait(20) == -signal.SIGKILL
+        node.until(lambda s: len(s["clients"]) == 1)
+        if alive:
+            return n
+        order(survivor, "phase")  # checks its contents
+    raise AssertionError(f"still making driver calls after {most}")
+
+
+def test_a_giver_killed_at_any_driver_call_of_a_handoff_takes_nothing_with_it(node_factory):
+    node = node_factory("16M")  # 8 pages
+    receiver = job(node, "receiver", 1, pages=5)
+
+    def hand_over(giver, death):
+        order(giver, death)
+        order(receiver, "phase")
+
+    ended = killed_at_every_call(node, receiver, lambda n: job(node, f"giver{n}", 7, pages=5), hand_over)
+    assert ended > 5, "it made no calls"
+
+
+def test_a_receiver_killed_at_any_driver_call_of_a_handoff_takes_nothing_with_it(node_factory):
+    node = node_factory("16M")
+    giver = job(node, "giver", 1, pages=5)
+
+    def hand_over(receiver, death):
+        order(giver, "phase")  # the receiver is swapped out first
+        order(receiver, death)
+        say(receiver, "phase")
+        receiver.stdout.readline()  # an answer, or its end
+
+    ended = killed_at_every_call(node, giver, lambda n: job(node, f"receiver{n}", 7, pages=5), hand_over)
+    assert ended > 5, "it made no calls"
 
 
 def test_killing_one_that_waits_harms_nobody(node_factory):
