@@ -1,7 +1,12 @@
-"""Swap-out and swap-in of one region against a raw pinned copy loop of the same bytes.
+"""Swap-out and swap-in of one region against a raw pinned copy loop, and against the peers' strategies.
 
 The raw loop is what the hardware gives: one stream, pinned memory, chunks of a page, wait at the
-end; through the same driver, in the same run.
+end; through the same driver, in the same run. The strategies move the same bytes in allocations
+of an odd size, one after the other and synchronously:
+
+- pause: pin, copy, unmap and free each allocation; back: create, map, copy, unpin each
+- sleep: the same with pinned blocks that are kept, rounded up to a power of two
+- snapshot: everything at once into memory pinned for it, as a whole-process checkpoint
 """
 
 import ctypes
@@ -12,10 +17,12 @@ from common import Driver, arguments, node, publish, result, size_t, u64
 
 args = arguments(
     __doc__,
-    mib={"type": int, "default": 512, "help": "size of the region"},
+    mib={"type": int, "default": 1024, "help": "size of the region"},
     repeats={"type": int, "default": 5},
+    peer_repeats={"type": int, "default": 3},
 )
 nbytes = args.mib << 20
+ALLOCATIONS = 48  # of 1 GiB / 48, rounded to 2 MiB: no power of two
 
 
 def raw(driver: Driver, chunk: int) -> tuple[float, float]:
@@ -43,48 +50,142 @@ def raw(driver: Driver, chunk: int) -> tuple[float, float]:
     return statistics.median(out), statistics.median(back)
 
 
+class Peer:
+    """Moves allocations as the peers do.
+
+    Args:
+        driver: the CUDA driver.
+        size: bytes of each allocation.
+        count: of allocations.
+        keep: keep pinned blocks from swap to swap.
+        whole: one pinned block for everything.
+    """
+
+    def __init__(self, driver: Driver, size: int, count: int, *, keep: bool, whole: bool) -> None:
+        self.driver, self.size, self.keep = driver, size, keep
+        self.block = size * count if whole else 1 << (size - 1).bit_length() if keep else size
+        self.per_block = count if whole else 1
+        self.addresses = [driver.reserve(size) for _ in range(count)]
+        self.handles = [self._map(at) for at in self.addresses]
+        self.blocks: list[int] = []
+        self.pinned_bytes = 0
+
+    def _map(self, at: int) -> int:
+        handle = self.driver.create(self.size, exportable=False)
+        self.driver.map(at, handle, self.size)
+        self.driver.allow(at, self.size)
+        return handle
+
+    def _host(self, i: int) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.blocks[i // self.per_block] + i % self.per_block * self.size)
+
+    def out(self) -> None:
+        for i, at in enumerate(self.addresses):
+            if i // self.per_block == len(self.blocks):
+                self.blocks.append(self.driver.pinned(self.block))
+            self.driver("cuMemcpyDtoH_v2", self._host(i), u64(at), size_t(self.size))
+            self.driver.unmap(at, self.size)
+            self.driver.release(self.handles[i])
+        self.pinned_bytes = len(self.blocks) * self.block
+
+    def back(self) -> None:
+        for i, at in enumerate(self.addresses):
+            self.handles[i] = self._map(at)
+            self.driver("cuMemcpyHtoD_v2", u64(at), self._host(i), size_t(self.size))
+        if not self.keep:
+            self.unpin()
+
+    def unpin(self) -> None:
+        for block in self.blocks:
+            self.driver("cuMemFreeHost", ctypes.c_void_p(block))
+        self.blocks.clear()
+
+    def close(self) -> None:
+        self.unpin()
+        for at, handle in zip(self.addresses, self.handles, strict=True):
+            self.driver.unmap(at, self.size)
+            self.driver.release(handle)
+            self.driver.free_address(at, self.size)
+
+
+def timed(f: object) -> float:
+    begin = time.perf_counter()
+    f()
+    return time.perf_counter() - begin
+
+
+def peer(driver: Driver, **kind: bool) -> tuple[float, float, float]:
+    """Median bytes per second out and in (the first turn left out where blocks are kept), and host bytes."""
+    size = -(-nbytes // ALLOCATIONS // (2 << 20)) * (2 << 20)
+    p = Peer(driver, size, nbytes // size, **kind)
+    times = [(timed(p.out), timed(p.back)) for _ in range(args.peer_repeats + kind["keep"])][kind["keep"] :]
+    p.close()
+    moved = size * (nbytes // size)
+    out, back = (moved / statistics.median(t) for t in zip(*times, strict=True))
+    return out, back, p.pinned_bytes / moved
+
+
 with node(PYMUX_SIM_CAPACITY=f"{args.mib + 64}M", PYMUX_SIM_LINK="4e9"):
     import pymux
 
-    driver = Driver()
-    with pymux.connect("swap") as mux:
-        raw_out, raw_in = raw(driver, mux.stats()["page_size"])
-        region = mux.region("weights")
-        with mux.phase("load"):
-            block = region.allocate(nbytes)
-            driver("cuMemsetD8_v2", u64(block.ptr), 1, size_t(nbytes))
+    def swap_out() -> float:
+        return timed(mux.evict)
 
-        def out() -> float:
-            begin = time.perf_counter()
-            mux.evict()
+    def swap_in() -> float:
+        begin = time.perf_counter()
+        with mux.phase("use"):  # writes everything: the next swap-out copies all of it
             return time.perf_counter() - begin
 
-        def back() -> float:
-            begin = time.perf_counter()
-            with mux.phase("use"):  # writes everything: the next swap-out copies all of it
-                return time.perf_counter() - begin
+    def load() -> object:
+        with mux.phase("load"):
+            block = mux.region("weights").allocate(nbytes)
+            driver("cuMemsetD8_v2", u64(block.ptr), 1, size_t(nbytes))
+        return block
 
-        first = out()
-        first_in = back()
-        outs, ins = [], []
-        for _ in range(args.repeats):
-            outs.append(out())
-            ins.append(back())
-    swap_out, swap_in = statistics.median(outs), statistics.median(ins)
-    gb = nbytes / 1e9
-    publish(
-        "swap",
-        driver.device.name,
-        [
-            result("region_mib", args.mib, "MiB"),
-            result("raw_out", gb / raw_out, "GB/s"),
-            result("raw_in", gb / raw_in, "GB/s"),
-            result("swap_out", gb / swap_out, "GB/s"),
-            result("swap_in", gb / swap_in, "GB/s"),
-            result("swap_out_vs_raw", raw_out / swap_out, "ratio", at_least=0.90),
-            result("swap_in_vs_raw", raw_in / swap_in, "ratio", at_least=0.90),
-            result("first_vs_second", swap_out / first, "ratio"),
-            result("first_in", first_in, "s"),
-        ],
-        args.json,
-    )
+    driver = Driver()
+    with pymux.connect("cold") as mux:  # nobody shares the device: host memory is pinned by the first swap itself
+        raw_out, raw_in = raw(driver, mux.stats()["page_size"])
+        block = load()
+        cold = swap_out()
+    del block
+    with pymux.connect("neighbour"), pymux.connect("swap") as mux:
+        block = load()
+        begin = time.perf_counter()
+        while mux.stats()["host_pinned_bytes"] < nbytes:  # the first phase goes on computing
+            time.sleep(0.01)
+        growing = time.perf_counter() - begin
+        first, first_in = swap_out(), swap_in()
+        outs, ins = zip(*((swap_out(), swap_in()) for _ in range(args.repeats)), strict=True)
+        host = mux.stats()["host_pinned_bytes"] / nbytes
+    del block
+    kinds = {
+        "pause": {"keep": False, "whole": False},
+        "sleep": {"keep": True, "whole": False},
+        "snapshot": {"keep": False, "whole": True},
+    }
+    peers = {name: peer(driver, **kind) for name, kind in kinds.items()}
+
+out, back = statistics.median(outs), statistics.median(ins)
+gb = nbytes / 1e9
+results = [
+    result("region_mib", args.mib, "MiB"),
+    result("raw_out", gb / raw_out, "GB/s"),
+    result("raw_in", gb / raw_in, "GB/s"),
+    result("swap_out", gb / out, "GB/s"),
+    result("swap_in", gb / back, "GB/s"),
+    result("swap_out_vs_raw", raw_out / out, "ratio", at_least=0.90),
+    result("swap_in_vs_raw", raw_in / back, "ratio", at_least=0.90),
+    result("first_vs_second", out / first, "ratio", at_least=0.5),
+    result("cold_first_vs_second", out / cold, "ratio"),
+    result("grown_after", growing, "s"),
+    result("first_in", first_in, "s"),
+    result("host_bytes_per_byte", host, "ratio"),
+]
+for name, (peer_out, peer_in, peer_host) in peers.items():
+    results += [
+        result(f"{name}_out", peer_out / 1e9, "GB/s"),
+        result(f"{name}_in", peer_in / 1e9, "GB/s"),
+        result(f"{name}_host_bytes_per_byte", peer_host, "ratio"),
+        result(f"out_and_in_vs_{name}", (1 / peer_out + 1 / peer_in) * nbytes / (out + back), "x faster"),
+    ]
+publish("swap", driver.device.name, results, args.json)

@@ -531,9 +531,10 @@ class Broker:
         return (min(room, self._capacity) if self._capacity else room) // device.page_size
 
     def _trim(self, name: str) -> None:
-        """Close descriptors that the budget has no room for, so that others can use the memory."""
+        """Close descriptors that the budget has no room for, or no client is there for: others may use the memory."""
         device, bank = self._devices[name], self._scheduler.banks[name]
-        while len(device.fds) > max(bank.free, 0):
+        room = max(bank.free, 0) if bank.accounts else 0
+        while len(device.fds) > room:
             os.close(device.fds.pop())
 
     def _describe(self, now: float) -> dict[str, Any]:

@@ -280,6 +280,25 @@ def test_a_job_that_ends_leaves_its_pages_to_the_others(node_factory):
     assert order(b, "phase") == "3"
 
 
+def test_when_the_last_job_ends_the_device_memory_is_free(node_factory):
+    node = node_factory("32M")
+    a = job(node, "a", 1, pages=10)
+    assert any(f.startswith("p-") for f in os.listdir(node.home / "sim" / "dev0"))
+    a.stdin.close()
+    assert a.wait(20) == 0, a.stderr.read()
+    node.until(lambda s: not s["clients"] and not s["devices"][0]["free_descriptors"])
+    free = node.run(
+        """
+from pymux import _core
+lib, ctx = ctypes.CDLL(_core.load_driver("sim")), ctypes.c_void_p()
+from pymux.nvml import Nvml
+from pymux import wire
+say(Nvml(_core.load_driver("sim")).memory(wire.device_name(_core.Device(0).uuid)).used)
+"""
+    )
+    assert free.strip() == "0"
+
+
 def test_snapshot_swapping_moves_everything_at_every_yield(node_factory):
     node = node_factory("32M")
     out = node.run(

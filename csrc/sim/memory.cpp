@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "sim.h"
 
@@ -20,6 +21,7 @@ struct Mapping {
   std::size_t size = 0;
   std::shared_ptr<Physical> phys;
   bool access = false;
+  bool closing = false;  // being unmapped
 };
 
 struct HostRange {
@@ -274,11 +276,22 @@ SIM_API CUresult CUDAAPI cuMemMap(CUdeviceptr ptr, size_t size, size_t offset, C
 SIM_API CUresult CUDAAPI cuMemUnmap(CUdeviceptr ptr, size_t size) {
   SIM_ENTER("cuMemUnmap", kInit);
   std::shared_ptr<Physical> last;
-  std::lock_guard lock(mapping_lock());
   auto& t = tables();
+  bool access = false;
+  {
+    std::lock_guard lock(mapping_lock());
+    auto it = t.mappings.find(ptr);
+    if (it == t.mappings.end() || it->second.size != size || it->second.closing) return CUDA_ERROR_INVALID_VALUE;
+    access = std::exchange(it->second.access, false);
+    it->second.closing = true;
+  }
+  // Emptying page tables takes longer than copying a page: other copies go on meanwhile, as on a device.
+  const bool closed = close_range(ptr, size);
+  std::lock_guard lock(mapping_lock());
   auto it = t.mappings.find(ptr);
-  if (it == t.mappings.end() || it->second.size != size) return CUDA_ERROR_INVALID_VALUE;
-  if (!close_range(ptr, size)) return CUDA_ERROR_OPERATING_SYSTEM;
+  it->second.closing = false;
+  it->second.access = access;
+  if (!closed) return CUDA_ERROR_OPERATING_SYSTEM;
   last = std::move(it->second.phys);
   t.mappings.erase(it);
   return CUDA_SUCCESS;
@@ -299,7 +312,7 @@ SIM_API CUresult CUDAAPI cuMemSetAccess(CUdeviceptr ptr, size_t size, const CUme
     auto& t = tables();
     for (CUdeviceptr at = ptr; at < ptr + size;) {
       auto it = t.mappings.find(at);
-      if (it == t.mappings.end() || at + it->second.size > ptr + size) return CUDA_ERROR_INVALID_VALUE;
+      if (it == t.mappings.end() || it->second.closing || at + it->second.size > ptr + size) return CUDA_ERROR_INVALID_VALUE;
       at += it->second.size;
     }
     if (mprotect(addr(ptr), size, prot) != 0) return CUDA_ERROR_OPERATING_SYSTEM;
@@ -309,8 +322,9 @@ SIM_API CUresult CUDAAPI cuMemSetAccess(CUdeviceptr ptr, size_t size, const CUme
       at += m.size;
     }
   }
-  // Page tables are filled here, as a driver does, and not while copies wait for the lock.
-  if (prot != PROT_NONE) madvise(addr(ptr), size, prot & PROT_WRITE ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
+  // Page tables are filled here, as a driver does, and not while copies wait for the lock. Populating for
+  // reading maps 16 pages a fault, and of shared memory writable ones.
+  if (prot != PROT_NONE) madvise(addr(ptr), size, MADV_POPULATE_READ);
   return CUDA_SUCCESS;
 }
 
