@@ -277,6 +277,7 @@ void Agent::leave() {
   active_flag_ = false;
   left_at_ = now_seconds();
   const bool work = recalled_ || !lazy_.empty() || expected_takes_locked() > 0;
+  const bool save = !follows_at_once_locked();  // else the next phase says better what will not be written
   if (failed || (recalled_ && (extended_ || !follows_at_once_locked()))) {
     release_locked();
   } else {
@@ -284,8 +285,8 @@ void Agent::leave() {
     if (recalled_) linger_until_ = left_at_ + kBackToBack;
   }
   if (work)
-    post([this] {
-      save_due_ = true;
+    post([this, save] {
+      save_due_ = save;
       std::lock_guard guard(mutex_);
       if (phase_ == Phase::idle || phase_ == Phase::parked) fill_.clear();  // of lazy regions
     });

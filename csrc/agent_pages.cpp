@@ -47,6 +47,10 @@ void Agent::step() {
   if (!demand()) {
     if (std::exchange(save_due_, false)) plan_saves();
     while (!saves_.empty() && !pager_->save_full() && start_save()) progress = true;
+    if (saved_ && saves_.empty() && pager_->save_empty()) {
+      saved_ = false;
+      send_counts();
+    }
   }
   if (!progress) {
     flush_pages();  // somebody may wait for what is ready
@@ -171,7 +175,7 @@ bool Agent::start_out() {
     return false;
   }
   quota_ -= 1;
-  if (!local_) {
+  if (!local_ && ref.region->on_evict == OnEvict::keep && ref.region->live(ref.index)) {
     std::lock_guard lock(mutex_);
     taken_ += 1;
   }
@@ -383,6 +387,7 @@ bool Agent::start_save() {
 void Agent::finish_save() {
   try {
     pager_->finish_save();
+    saved_ = true;
   } catch (const Error&) {
     note_fault(std::current_exception());
   }
@@ -443,6 +448,15 @@ void Agent::flush_pages() {
     m.counts = counts_locked();
     send(m, fds);
   }
+}
+
+// Pages that were dirty are clean now: the broker takes such ones first.
+void Agent::send_counts() {
+  auto m = wire::make<wire::Pages>(wire::kPages);
+  std::lock_guard lock(mutex_);
+  m.want = phase_ == Phase::waiting || !fill_.empty() ? want_locked() : 0;
+  m.counts = counts_locked();
+  send(m);
 }
 
 // Physical memory for up to `count` pages: passed ones first, then new ones.

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from pymux.events import Counts, Give, Take
 
+OVERDUE = 3.0  # times the usual absence, after which a client is not expected back soon
 RETRY_SECONDS = 0.2  # after which a client that could not give pages is asked again
 
 
@@ -25,6 +27,7 @@ class Account:
     own: int = 0  # held, and not needed by its own phase
     counts: Counts = field(default_factory=Counts)
     used_at: float = 0.0  # when its last phase ended
+    away: float | None = None  # seconds from the end of a lease to the next request, lately
     unwilling_until: float = 0.0  # it could not give what was asked; asked again after this
 
 
@@ -71,6 +74,13 @@ class Bank:
         """Count a client out; what it held is free."""
         del self.accounts[client]
 
+    def asked(self, client: int, now: float) -> None:
+        """Learn how long a client was away, as it asks for the device again."""
+        account = self.accounts[client]
+        if account.used_at > 0:
+            away = now - account.used_at
+            account.away = away if account.away is None else (account.away + away) / 2
+
     def returned(self, client: int, count: int, missing: int, now: float) -> None:
         """Book pages that a client gave back, and those it could not give."""
         account = self.accounts[client]
@@ -82,10 +92,11 @@ class Bank:
     def plan(self, claims: Sequence[Claim], now: float, waiting: Sequence[int] = ()) -> Plan:
         """Give free pages to the claims in order, and take what they lack.
 
-        Taken are as few pages as the claims lack: discardable before clean before dirty; of these first
-        from clients that wait for nothing, the one that has not run for longest before others; then from
-        running ones; then from those that wait, who is last in the queue first. Last the claimant's own
-        unneeded ones.
+        Taken are as few pages as the claims lack: discardable before clean before dirty; of these from the
+        client that will need them last. Those that are away for much longer than usual, or were never away,
+        come first, least recently used before others; then the one that is expected back last: jobs take
+        turns, and least recently used would be who is back next. Then those that wait, who is last in the
+        queue first; and at the very end the claimant's own unneeded pages.
 
         Args:
             claims: in the order of their urgency.
@@ -126,8 +137,10 @@ class Bank:
                     strict = client in claim.running
                     yield client, self._offer(client, kind, taken.get(client, 0), strict=strict)
 
-        def order(c: int) -> tuple[bool, bool, int, float, int]:
-            return c in turn, c in claim.running, turn.get(c, 0), self.accounts[c].used_at, c
+        def order(c: int) -> tuple[int, float, float, int]:
+            if c in turn:
+                return turn[c], 0.0, 0.0, c
+            return 0, -self._back_at(c, now, running=c in claim.running), self.accounts[c].used_at, c
 
         others = [
             c
@@ -147,6 +160,15 @@ class Bank:
         if count > 0 and now >= own.unwilling_until:
             taken[claim.client] = count
         yield from taken.items()
+
+    def _back_at(self, client: int, now: float, *, running: bool) -> float:
+        """When a client is expected to ask again; infinity where there is no telling."""
+        account = self.accounts[client]
+        if running:
+            return now + (account.away or 0.0)
+        if account.away is None or now - account.used_at > OVERDUE * account.away:
+            return inf
+        return account.used_at + account.away
 
     def _offer(self, client: int, kind: int, taken: int, *, strict: bool) -> int:
         """Pages of one kind that the client still has to give; kinds go in their order."""

@@ -288,6 +288,7 @@ class Scheduler:
         if client.group in self.leases or any(r.group == client.group for r in self.queue):
             raise ProtocolError(f"client '{client.name}' asked for a lease that its group holds or waits for")
         self._note_want(e)
+        self._bank(e.client).asked(e.client, now)
         self._account(e.client).unwilling_until = 0.0
         request = Request(
             group=client.group,

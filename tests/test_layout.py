@@ -26,7 +26,7 @@ def imports(path):
 
 @pytest.mark.parametrize("name", sorted(SANS_IO))
 def test_the_core_imports_neither_io_nor_clocks_nor_the_rest(name):
-    allowed = {"__future__", "collections.abc", "dataclasses", "typing", "pymux.events", "pymux.errors"}
+    allowed = {"__future__", "collections.abc", "dataclasses", "math", "typing", "pymux.events", "pymux.errors"}
     allowed |= {f"pymux.{m}" for m in SANS_IO} if name == "scheduler" else set()
     if name == "bank":
         allowed.discard("pymux.errors")

@@ -14,6 +14,8 @@ from pymux.events import (
     Deny,
     Give,
     Grant,
+    HostGrant,
+    HostWant,
     Joined,
     Left,
     Ready,
@@ -105,6 +107,118 @@ def test_only_what_the_next_lacks_is_taken():
     s.handle(Release(client=2, generation=running(s, 2, 5), counts=all_dirty(5)), 2)
     actions = s.handle(acquire(3, 3), 3)
     assert of(Take, actions) == [Take(client=1, count=3)], "of the client that has not run for longest"
+
+
+def turn(s, client, pages, begin, end, counts=None):
+    """One whole lease."""
+    g = of(Grant, s.handle(acquire(client, pages), begin))[0].generation
+    s.handle(Ready(client=client, generation=g), begin)
+    s.handle(Release(client=client, generation=g, counts=counts or all_dirty(pages)), end)
+
+
+def test_of_jobs_that_take_turns_the_one_that_is_back_last_gives_its_pages():
+    s = scheduler(budget=10)
+    for c in (1, 2, 3):
+        s.handle(joined(c), 0)
+    for t in (0, 10, 20):  # 1 and 2 are away for 9 seconds each time
+        turn(s, 1, 5, t + 0.5, t + 1)
+        turn(s, 2, 5, t + 1.5, t + 2)
+    actions = s.handle(acquire(3, 3), 22.5)
+    assert of(Take, actions) == [Take(client=2, count=3)], "client 1 is expected back before"
+
+
+def test_a_job_that_is_away_for_much_longer_than_usual_gives_its_pages_first():
+    s = scheduler(budget=10)
+    for c in (1, 2, 3):
+        s.handle(joined(c), 0)
+    for t in (0, 10, 20):
+        turn(s, 1, 5, t + 0.5, t + 1)
+    for t in (0, 10, 20, 30, 40, 50, 60):
+        turn(s, 2, 5, t + 1.5, t + 2)
+    assert of(Take, s.handle(acquire(3, 3), 62.5)) == [Take(client=1, count=3)]
+
+
+def test_what_a_running_phase_does_not_use_is_its_heirs_and_no_more():
+    s = scheduler(budget=10)
+    s.handle(joined(1), 0)
+    s.handle(joined(2), 0)
+    g = of(Grant, s.handle(acquire(1, 8), 0))[0].generation
+    assert of(Take, s.handle(acquire(2, 9), 0)) == [], "not before it runs"
+    ready = Ready(client=1, generation=g, counts=Counts(resident=8, clean=2, dirty=1))
+    assert of(Take, s.handle(ready, 1)) == [Take(client=1, count=3)]
+    s.handle(Returned(client=1, count=3, counts=Counts(resident=5)), 2)
+    assert of(Take, s.handle(Tick(), 3)) == []
+
+
+def test_a_phase_that_runs_still_gets_pages_for_its_lazy_regions():
+    s = scheduler(budget=10)
+    s.handle(joined(1), 0)
+    s.handle(joined(2), 0)
+    turn(s, 2, 8, 0, 1)
+    g = of(Grant, s.handle(acquire(1, 2), 2))[0].generation
+    actions = s.handle(Ready(client=1, generation=g, want=6), 2)
+    assert of(Take, actions) == [Take(client=2, count=4)]
+    assert of(Give, s.handle(Returned(client=2, count=4), 3)) == [Give(client=1, count=4)]
+
+
+def test_of_those_that_wait_the_last_in_the_queue_gives_first():
+    s = scheduler(budget=12)
+    for c in (1, 2, 3, 4):
+        s.handle(joined(c), 0)
+    for c in (2, 3, 4):
+        turn(s, c, 4, c, c + 0.5)
+    actions = [a for c in (1, 2, 3, 4) for a in s.handle(acquire(c, 4), 10 + c)]
+    takes = {}
+    for a in of(Take, actions):
+        takes[a.client] = takes.get(a.client, 0) + a.count
+    assert takes == {2: 4}, "when client 1 asked nobody waited"
+    actions = s.handle(Returned(client=2, count=4, want=4), 15)  # 2 is next, and lacks 4
+    assert of(Take, actions) == [Take(client=4, count=4)]
+
+
+# ---- host memory ------------------------------------------------------------------------------
+
+
+def host(client, want, **kw):
+    return HostWant(client=client, want=want, **kw)
+
+
+def test_a_client_alone_on_its_device_gets_host_memory_only_when_a_swap_waits_for_it():
+    s = scheduler(host_budget=100)
+    s.handle(joined(1), 0)
+    assert s.handle(host(1, 30), 0) == []
+    assert s.handle(host(1, 40, urgent=True), 0) == [HostGrant(client=1, granted=40)]
+    assert s.handle(host(1, 60), 0) == []
+    assert of(HostGrant, s.handle(joined(2), 1)) == [HostGrant(client=1, granted=60)], "now it shares"
+
+
+def test_the_host_budget_is_not_exceeded_and_an_urgent_request_is_always_answered():
+    s = scheduler(host_budget=100)
+    s.handle(joined(1), 0)
+    s.handle(joined(2), 0)
+    assert s.handle(host(1, 80), 0) == [HostGrant(client=1, granted=80)]
+    assert s.handle(host(2, 50, urgent=True), 0) == [HostGrant(client=2, granted=20, exhausted=True)]
+    assert s.handle(host(2, 50, urgent=True), 0) == [HostGrant(client=2, granted=20, exhausted=True)]
+    assert s.host.free == 0
+
+
+def test_what_a_client_gives_back_or_leaves_is_granted_to_others():
+    s = scheduler(host_budget=100)
+    for c in (1, 2, 3):
+        s.handle(joined(c), 0)
+    s.handle(host(1, 60), 0)
+    s.handle(host(2, 80), 0)
+    assert s.handle(host(1, 30), 1) == [HostGrant(client=2, granted=70, exhausted=True)]
+    assert of(HostGrant, s.handle(Left(client=1), 2)) == [HostGrant(client=2, granted=80)]
+
+
+def test_a_client_that_comes_back_brings_what_it_has_pinned():
+    s = scheduler(host_budget=100, frozen_until=1)
+    s.handle(joined(1, host_pinned=70), 0)
+    s.handle(joined(2, host_pinned=50), 0)
+    assert s.host.free == -20
+    assert s.handle(host(2, 60, urgent=True), 0) == [], "nothing is granted before all are back"
+    assert of(HostGrant, s.handle(Tick(), 2)) == [HostGrant(client=2, granted=50, exhausted=True)]
 
 
 def test_discardable_goes_before_clean_before_dirty():
@@ -276,10 +390,11 @@ class Sharing(RuleBasedStateMachine):
     """Clients that behave, die and answer late, against the promises."""
 
     BUDGET = 6
+    HOST = 20
 
     @initialize()
     def start(self):
-        self.s = scheduler(budget=self.BUDGET)
+        self.s = scheduler(budget=self.BUDGET, host_budget=self.HOST)
         self.now = 0.0
         self.next = 1
         self.seq = 0
@@ -345,6 +460,17 @@ class Sharing(RuleBasedStateMachine):
             self.asked[c] -= n
             self.held[c] -= n
             self.do(Returned(client=c, count=n, want=self.waiting.get(c, 0), counts=all_dirty(self.held[c])))
+
+    @rule(data=st.data(), want=st.integers(0, 15), urgent=st.booleans())
+    def want_host_memory(self, data, want, urgent):
+        if self.held:
+            self.do(HostWant(client=data.draw(st.sampled_from(sorted(self.held))), want=want, urgent=urgent))
+
+    @invariant()
+    def host_grants_never_exceed_the_budget_and_nobody_waits_without_an_answer(self):
+        if hasattr(self, "s"):
+            assert 0 <= self.s.host.free <= self.HOST
+            assert not any(a.urgent for a in self.s.host.accounts.values())
 
     @rule(data=st.data())
     def die(self, data):
