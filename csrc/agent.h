@@ -228,7 +228,7 @@ class Agent {
   bool victims_known_ = false;
   std::deque<PageRef> saves_;                 // to be written back
   bool save_due_ = false;                     // look for such
-  bool saved_ = false;         // some became clean, and the broker does not know yet
+  bool saved_ = false;                        // some became clean, and the broker does not know yet
   bool stalled_ = false;                      // a swap-out waits for host memory
   std::uint64_t quota_ = 0;                   // pages still to give away
   std::uint32_t missing_ = 0;                 // of those, found impossible

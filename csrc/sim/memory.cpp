@@ -312,7 +312,8 @@ SIM_API CUresult CUDAAPI cuMemSetAccess(CUdeviceptr ptr, size_t size, const CUme
     auto& t = tables();
     for (CUdeviceptr at = ptr; at < ptr + size;) {
       auto it = t.mappings.find(at);
-      if (it == t.mappings.end() || it->second.closing || at + it->second.size > ptr + size) return CUDA_ERROR_INVALID_VALUE;
+      if (it == t.mappings.end() || it->second.closing || at + it->second.size > ptr + size)
+        return CUDA_ERROR_INVALID_VALUE;
       at += it->second.size;
     }
     if (mprotect(addr(ptr), size, prot) != 0) return CUDA_ERROR_OPERATING_SYSTEM;
