@@ -341,17 +341,22 @@ void Agent::set_live(const std::shared_ptr<Region>& region, std::optional<std::v
     region->pages[page].mark_written();  // its copy, if there is one, lacks what is live now
 }
 
-void Agent::evict(const std::shared_ptr<Region>& region) {
+std::size_t Agent::evict(const std::shared_ptr<Region>& region) {
+  std::uint64_t before = 0, after = 0;
   run_on_agent([&] {
     {
       std::lock_guard lock(mutex_);
+      before = held_;
       if (phase_ == Phase::active || phase_ == Phase::waiting)
         throw Error("LeaseError", "evict() inside a phase would take away what the phase uses. Leave the phase first.");
     }
     fault_ = nullptr;
     evict_now(region.get(), false);
     if (fault_) std::rethrow_exception(fault_);
+    std::lock_guard lock(mutex_);
+    after = held_;
   });
+  return (before - std::min(before, after)) * page_size_;
 }
 
 // Waits, in a phase, until a region's pages are resident; throws why they cannot be.

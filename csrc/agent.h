@@ -99,8 +99,8 @@ class Agent {
   // Contents of [ptr, ptr + bytes) from wherever they are, without a lease.
   void read(const std::shared_ptr<Region>& region, CUdeviceptr ptr, std::size_t bytes, void* to);
   // Swaps the region (all regions without one) out and gives its pages to the bank. Not in a phase.
-  // Throws what kept a page on the device, after trying the others.
-  void evict(const std::shared_ptr<Region>& region);
+  // Bytes given. Throws what kept a page on the device, after trying the others.
+  std::size_t evict(const std::shared_ptr<Region>& region);
   std::size_t trim_host();  // unpins free backing memory, shortens the spill file; bytes released
   AgentStats stats();
   std::vector<SwapSpan> spans();

@@ -35,7 +35,7 @@ void Agent::step() {
   stalled_ = false;
   retry_releases();
   pager_->advance();
-  while (quota_ > 0 && !pager_->out_full() && start_out()) progress = true;
+  while (quota_ > 0 && !pager_->out_full() && (options_.duplex || pager_->in_empty()) && start_out()) progress = true;
   if (retry_at_ == 0 || now_seconds() >= retry_at_) {
     retry_at_ = 0;
     while (!fill_.empty() && !pager_->in_full() && (options_.duplex || pager_->out_empty()) && start_in())
@@ -144,12 +144,13 @@ bool Agent::start_out() {
   victims_.pop_back();
   PageEntry& e = ref.entry();
   while (e.saving) finish_save();  // clean in a moment
+  bool copy = false;
   {
     std::lock_guard lock(mutex_);
     if (e.state != PageState::resident || e.moving || (running_locked() && in_use_locked(*ref.region))) return true;
     e.moving = true;  // from here on a phase that needs the page waits for it
+    copy = Pager::needs_copy(ref, always_copy_);
   }
-  const bool copy = Pager::needs_copy(ref, always_copy_);
   std::optional<Store> store = Store{};
   auto unmark = [&] {
     std::lock_guard lock(mutex_);
@@ -295,9 +296,9 @@ std::optional<Store> Agent::store_for(PageRef ref) {
       ask_host(need, true);
       return std::nullopt;
     }
-    if (spill_) host_full_until_ = now_seconds() + kHostRetry;
   }
   if (spill_ && pager_->staging_total() > 0) {
+    if (now_seconds() >= host_full_until_) host_full_until_ = now_seconds() + kHostRetry;
     if (pager_->staging_free() == 0) return std::nullopt;
     const std::int64_t place = e.place >= 0 ? e.place : spill_->take();
     return Store{.slot = pager_->take_staging(), .place = place, .fresh_place = e.place < 0};
@@ -350,6 +351,7 @@ void Agent::plan_saves() {
   }
   if (n == 0) return;
   const std::vector<PageRef> order = candidates(true);
+  std::lock_guard lock(mutex_);
   for (auto it = order.rbegin(); it != order.rend() && n > 0; ++it, --n)
     if (Pager::needs_copy(*it, false)) saves_.push_back(*it);
 }
@@ -480,7 +482,13 @@ bool Agent::obtain(std::vector<Page>& physical, std::size_t count) {
         if (mint_deadline_ == 0) mint_deadline_ = now_seconds() + kMintPatience;
         if (now_seconds() > mint_deadline_) {
           mint_deadline_ = 0;
-          throw;
+          Error error(
+              "DeviceOutOfMemory",
+              "the device has no memory left (" + std::string(e.what()) +
+                  ") although the broker counts it as free: something outside pymux has taken it. 'pymux status' "
+                  "shows what regions hold, nvidia-smi the rest; PYMUX_CAPACITY sets memory aside for others.");
+          error.need = page_size_ * count;
+          throw error;
         }
         retry_at_ = now_seconds() + kMintRetry;
         return false;

@@ -281,8 +281,9 @@ PYBIND11_MODULE(_core, m) {
           py::arg("region"), py::arg("ptr"), py::arg("to"),
           "Copy a region's contents from wherever they are into a contiguous writable buffer.")
       .def(
-          "evict", [](Agent& a, std::optional<std::shared_ptr<Region>> region) { a.evict(region.value_or(nullptr)); },
-          py::arg("region"), Released(), "Swap a region out (None: all) and give its pages to the bank.")
+          "evict",
+          [](Agent& a, std::optional<std::shared_ptr<Region>> region) { return a.evict(region.value_or(nullptr)); },
+          py::arg("region"), Released(), "Swap a region out (None: all) and give its pages to the bank; bytes given.")
       .def("trim_host", &Agent::trim_host, Released())
       .def("stats", [](Agent& a) { return to_dict(a.stats()); })
       .def("spans", &Agent::spans, Released())

@@ -51,7 +51,7 @@ void Pager::note(bool out, bool background, double begin, std::uint64_t bytes) {
 }
 
 bool Pager::needs_copy(PageRef ref, bool always_copy) {
-  const PageEntry& e = ref.entry();  // an unused page's mark does not change meanwhile
+  const PageEntry& e = ref.entry();
   return ref.region->live(ref.index) && (always_copy || (ref.region->on_evict == OnEvict::keep && !e.clean()));
 }
 
@@ -101,7 +101,12 @@ void Pager::adopt(Flight& f) {
 
 void Pager::begin_out(PageRef ref, bool copy, Store store) {
   PageEntry& e = ref.entry();
-  Flight f{.ref = ref, .begin = now_seconds(), .store = copy ? store : Store{}, .version = e.version};
+  Flight f{.ref = ref, .begin = now_seconds(), .store = copy ? store : Store{}};
+  {
+    std::lock_guard lock(table_);
+    f.version = e.version;
+    f.kept = ref.region->on_evict == OnEvict::keep && (copy || e.clean());
+  }
   try {
     if (copy) {
       f.done = take_event();
@@ -152,11 +157,10 @@ Page Pager::finish_out() {
   const bool allocated = r.allocated(f.ref.index), live = r.live(f.ref.index);
   if (f.copied) {
     adopt(f);
-    e.dirty = false;
     r.counters.out_demand += f.bytes;
     r.counters.avoided_not_live += r.page_size - f.bytes;
   }
-  if (live && e.clean() && r.on_evict == OnEvict::keep) {
+  if (live && f.kept && e.has_copy()) {
     e.state = PageState::evicted;
     if (!f.copied) (e.proven ? r.counters.avoided_unchanged : r.counters.avoided_clean) += r.page_size;
   } else {

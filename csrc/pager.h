@@ -57,7 +57,8 @@ class Pager {
   std::size_t staging_free() const { return staging_.size(); }
   std::int64_t take_staging();
 
-  // Does a swap-out of the page copy anything? Clean, dead and discardable pages need none.
+  // Does a swap-out of the page copy anything? Clean, dead and discardable pages need none. The caller
+  // holds the table mutex.
   static bool needs_copy(PageRef ref, bool always_copy);
   // Starts the swap-out of a resident page that the caller has marked `moving`; without a copy
   // `store` is not used. On an error the mark is taken back, what is fresh in `store` is given back,
@@ -110,6 +111,7 @@ class Pager {
     Event done{};
     double begin = 0;
     bool copied = false;      // there is a copy to wait for
+    bool kept = false;        // out: the contents survive
     std::size_t bytes = 0;    // of it
     Store store{};            // out: where to; in: the staging slot
     Spill::Handle request{};  // out: the write, once the copy is done; in: the read, until the copy runs

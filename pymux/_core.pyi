@@ -109,9 +109,9 @@ class Agent:
         """
         Wait for the device, then let the region's pages be written back and given away within the phase.
         """
-    def evict(self, region: Region | None) -> None:
+    def evict(self, region: Region | None) -> int:
         """
-        Swap a region out (None: all) and give its pages to the bank.
+        Swap a region out (None: all) and give its pages to the bank; bytes given.
         """
     def leave(self) -> None:
         """

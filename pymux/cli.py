@@ -101,7 +101,7 @@ def broker(
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print plain data.")
 def status(*, as_json: bool) -> None:
-    """Show devices, leases, the queue, and pages by client."""
+    """Show devices, leases, the queue, and memory by client and region."""
     import json
 
     data = _request_status(config.load().socket)
@@ -122,14 +122,29 @@ def status(*, as_json: bool) -> None:
         )
         console.print(f"[bold]{d['uuid']}[/bold]  {d['budget_pages'] * mib:.0f} MiB for regions, "
                       f"{d['free_pages'] * mib:.0f} free  held by {holder}")  # fmt: skip
-        table = Table("job", "process", "pid", "MiB", "wants", "discardable", "clean", "dirty")
-        for c in data["clients"]:
-            if c["device"] == d["uuid"]:
-                cells = (c[k] * mib for k in ("pages_held", "pages_wanted", "discardable", "clean", "dirty"))
-                table.add_row(c["job"], c["name"], str(c["pid"]), *(f"{x:.0f}" for x in cells))
+        clients = [c for c in data["clients"] if c["device"] == d["uuid"]]
+        table = Table("job", "process", "pid", "MiB", "wants", "discardable", "clean", "dirty", "host", title="MiB")
+        for c in clients:
+            cells = [c[k] * mib for k in ("pages_held", "pages_wanted", "discardable", "clean", "dirty")]
+            cells.append(c["host_bytes"] / 2**20)
+            table.add_row(c["job"], c["name"], str(c["pid"]), *(f"{x:.0f}" for x in cells))
         console.print(table)
+        columns = ("resident", "clean", "dirty", "evicted", "spilled", "lost", "copied_out", "copied_in", "avoided")
+        table = Table("job", "process", "region", *(x.replace("_", " ") for x in columns), title="regions, MiB")
+        for c in clients:
+            for name, region in c["regions"].items():
+                cells = [region[f"{x}_bytes"] / 2**20 for x in columns]
+                table.add_row(c["job"], c["name"], name, *(f"{x:.0f}" for x in cells))
+        if table.row_count:
+            console.print(table)
     for i, r in enumerate(data["queue"], 1):
         console.print(f"{i}. {r['job']} waits for {r['phase']}, {r['seconds']:.1f} s")
+    host = data["host"]
+    spill = f", then {data['spill_dir']}" if data["spill_dir"] else ""
+    console.print(
+        f"host memory for swapped-out pages: {host['budget_bytes'] / 2**20:.0f} MiB, "
+        f"{host['free_bytes'] / 2**20:.0f} free{spill}"
+    )
     if not data["devices"]:
         console.print(f"broker {data['pid']}: no devices yet")
 

@@ -207,15 +207,18 @@ class Mux:
         """Return the region that an address belongs to, or None."""
         return next((r for r in self._regions.values() if r.contains(ptr)), None)
 
-    def evict(self, region: str | None = None) -> None:
+    def evict(self, region: str | None = None) -> int:
         """Swap a region (or all of them) out now, outside a phase, and give its pages to others.
+
+        Returns:
+            Bytes of device memory given away; when it returns, they are free for other clients.
 
         Raises:
             HostOutOfMemory: the host has no room for it; what could not move is still on the device.
             LeaseError: a phase is open.
             UnknownRegion: there is none of this name.
         """
-        self._agent.evict(None if region is None else self._lookup([region])[0])
+        return self._agent.evict(None if region is None else self._lookup([region])[0])
 
     # ---- phases --------------------------------------------------------------------------------
 

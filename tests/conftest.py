@@ -17,6 +17,7 @@ from hypothesis import settings
 settings.register_profile("pymux", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("pymux")
 
+PATIENCE = float(os.environ.get("PYMUX_TEST_PATIENCE", "1"))  # sanitizers are slow
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
 PAGE = 2 * MIB
@@ -81,7 +82,7 @@ class Node:
     def run(self, code, timeout=60, **env):
         """Run code to its end; returns stdout, fails with stderr."""
         process = self.start(code, **env)
-        out, err = process.communicate(timeout=timeout)
+        out, err = process.communicate(timeout=timeout * PATIENCE)
         assert process.returncode == 0, err
         return out
 

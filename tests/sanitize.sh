@@ -5,7 +5,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(realpath -s "$1")
 shift
-tests=(tests/test_driver_contract.py tests/test_sim.py tests/test_mux.py tests/test_handoff.py tests/test_faults.py)
+tests=(tests/test_driver_contract.py tests/test_sim.py tests/test_mux.py tests/test_pager.py
+  tests/test_handoff.py tests/test_faults.py)
 trap 'rm -f pymux/*.so' EXIT
 for kind in ${@:-address undefined thread}; do
   build=build/sanitize-$kind
@@ -29,7 +30,7 @@ PY
   export PYTHONPATH=$PWD/$build/site:$PWD
   # Leaks are counted by the tests themselves, handle by handle; Python's own would drown them.
   # A fault on purpose is a test, so the sanitizer must leave SIGSEGV alone.
-  under=(env "LD_PRELOAD=$preload $(g++ -print-file-name=libstdc++.so)" PYTHONMALLOC=malloc
+  under=(env "LD_PRELOAD=$preload $(g++ -print-file-name=libstdc++.so)" PYTHONMALLOC=malloc PYMUX_TEST_PATIENCE=5
     ASAN_OPTIONS=detect_leaks=0:handle_segv=0:allow_user_segv_handler=1
     UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
     "TSAN_OPTIONS=halt_on_error=1:handle_segv=0:report_signal_unsafe=0:suppressions=$PWD/tests/tsan.txt")

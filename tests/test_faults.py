@@ -9,6 +9,7 @@ import pytest
 import pymux
 from tests.conftest import PAGE
 from tests.cuda_types import INVALID_VALUE, OUT_OF_MEMORY, UNKNOWN
+from tests.test_pager import SPILLING
 
 pytestmark = pytest.mark.skipif(os.environ.get("PYMUX_TEST_DRIVER", "sim") != "sim", reason="faults need no GPU")
 
@@ -196,6 +197,35 @@ def test_whichever_call_of_a_handoff_with_write_back_and_prefetch_fails(nothing_
             check(n)
             both()
             check(n)
+
+
+def test_whichever_call_of_a_swap_by_way_of_the_spill_file_fails(node_factory, tmp_path):
+    node = node_factory("64M", PYMUX_HOST_BUDGET="32M", PYMUX_SPILL_DIR=str(tmp_path))
+    node.run(
+        SPILLING.replace("range(28)", "range(22)")
+        + """
+from pymux import _core
+lib = ctypes.CDLL(_core.load_driver("sim"))
+def use():
+    with mux.phase("use", writes=()): pass
+def dirty():
+    with mux.phase("dirty"): pass
+for reset, operation in ((dirty, mux.evict), (mux.evict, use)):
+    for n in range(1, 150, 7):
+        for code, forever in ((2, 0), (999, 1)):
+            reset()
+            lib.cudasim_fail_nth(b"*", ctypes.c_long(n), code, forever)
+            try: operation()
+            except pymux.PymuxError: pass
+            lib.cudasim_fail_nth(b"*", ctypes.c_long(0), 0, 0)
+            whole()
+            operation()
+            whole()
+assert mux.stats()["regions"]["w"]["resident_bytes"] == 22 * PAGE
+mux.evict()
+assert mux.stats()["regions"]["w"]["spilled_bytes"] == 14 * PAGE
+"""
+    )
 
 
 OUT_CALLS = ["cuMemcpyDtoHAsync", "cuEventRecord", "cuEventQuery", "cuMemUnmap", "cuMemExportToShareableHandle",

@@ -8,7 +8,7 @@ import time
 import pytest
 
 import pymux
-from tests.conftest import MIB, PAGE
+from tests.conftest import MIB, PAGE, ROOT
 
 PAGES = 6
 
@@ -457,6 +457,88 @@ say(mux.stats()["host_pinned_bytes"])
     assert out.strip() == "0"
 
 
+def test_host_memory_is_registered_once_and_not_per_swap(mux, cuda):
+    with mux.phase("init"):
+        block = mux.region("w").allocate(PAGES * PAGE)
+        put(block, 1)
+    mux.evict()
+    registered = cuda.counts()["registrations"]
+    cuda.fail_nth("cuMemHostRegister", 1, 999, forever=True)
+    try:
+        for i in range(3):
+            with mux.phase("use"):
+                put(block, i)
+            mux.evict()
+    finally:
+        cuda.fail_nth("cuMemHostRegister", 0, 0)
+    assert cuda.counts()["registrations"] == registered
+
+
+def test_evict_returns_when_the_memory_is_free_and_says_how_much(pair):
+    (a, of_a), (b, _) = pair({"w": 20}, {"w": 4})
+    assert a.evict() == of_a["w"].size
+    assert a.evict() == 0
+    with b.phase("grow"):
+        more = b.region("more").allocate(28 * PAGE)  # all there is besides
+        put(more, 3)
+    assert figures(a, "w")["resident_bytes"] == 0
+    assert figures(b, "w")["resident_bytes"] == 4 * PAGE
+
+
+def test_only_those_wait_for_a_swap_who_need_it(node_factory):
+    node = node_factory("64M", PYMUX_SIM_LINK="100e6")
+    out = node.run(
+        """
+import threading
+mux, other = pymux.connect("slow"), pymux.connect("other")
+with mux.phase("init"): block = mux.region("w").allocate(20 * PAGE); fill(block, 1)
+with other.phase("init"): small = other.region("w").allocate(PAGE); fill(small, 2)
+swap = threading.Thread(target=mux.evict)  # 400 ms of link
+swap.start()
+worst = turns = 0
+while swap.is_alive():
+    began = time.monotonic()
+    mux.stats(); repr(mux)
+    with other.phase("quick"): fill(small, turns % 256)
+    worst, turns = max(worst, time.monotonic() - began), turns + 1
+    time.sleep(0.002)
+say(f"{turns} {worst:.3f}")
+"""
+    )
+    turns, worst = out.split()
+    assert int(turns) > 8
+    assert float(worst) < 0.2
+
+
+def test_a_swap_in_that_finds_no_device_memory_raises_and_a_later_one_succeeds(node_factory):
+    node = node_factory("32M")
+    out = node.run(
+        """
+from pymux import _core
+from tests.cuda_types import prop
+mux = pymux.connect("squeezed")
+with mux.phase("init"): block = mux.region("w").allocate(12 * PAGE); fill(block, 5)
+mux.evict()
+lib, u64 = ctypes.CDLL(_core.load_driver("sim")), ctypes.c_uint64
+taken = []
+while True:  # somebody outside pymux takes what is there
+    h = u64()
+    if lib.cuMemCreate(ctypes.byref(h), ctypes.c_size_t(PAGE), ctypes.byref(prop()), u64(0)): break
+    taken.append(h)
+try:
+    with mux.phase("use"): pass
+except pymux.DeviceOutOfMemory as e: say(e)
+s = mux.stats()
+assert s["phase"] == "idle" and s["regions"]["w"]["evicted_bytes"] == 12 * PAGE, s
+for h in taken: assert lib.cuMemRelease(h) == 0
+with mux.phase("use"): check(block, 5)
+""",
+        PYTHONPATH=str(ROOT),
+        PYMUX_PASS_PAGES="0",
+    )
+    assert "something outside pymux has taken it" in out
+
+
 def test_host_memory_stays_pinned_until_it_is_trimmed_and_the_figures_show_it(mux):
     with mux.phase("init"):
         block = mux.region("w").allocate(20 * PAGE)
@@ -587,6 +669,32 @@ def test_the_broker_tells_the_figures_of_each_region(pair):
     assert client["regions"]["w"]["copied_out_bytes"] == 10 * PAGE
     assert client["host_bytes"] >= 10 * PAGE
     assert status["host"]["budget_bytes"] > 100 * MIB
+
+
+def test_where_both_directions_at_once_do_not_gain_they_take_turns(node_factory):
+    node = node_factory("32M", PYMUX_SIM_LINK="500e6")
+    node.run(
+        """
+from pymux import _core, config, wire
+_core.load_driver("sim")
+home = config.load().runtime_dir
+home.mkdir(mode=0o700)
+(home / f"link-{wire.device_name(_core.Device(0).uuid)}.json").write_text('{"duplex": false}')
+mux = pymux.connect("simplex")
+assert mux.stats()["duplex"] is False
+blocks = {}
+for i, n in enumerate("ab"):  # 12 pages each, and the device has 16
+    with mux.region(n) as r: blocks[n] = r.allocate(12 * PAGE); fill(blocks[n], i)
+for turn in range(2):
+    for i, n in enumerate("ab"):
+        with mux.phase("use", uses=(n,)): check(blocks[n], i)
+swaps = mux.trace()["swaps"]
+outs, ins = ([s for s in swaps if s["bytes"] and s["direction"] == d] for d in ("out", "in"))
+assert len(outs) > 20 and len(ins) > 20
+for o in outs:
+    assert not any(i["begin"] < o["end"] and o["begin"] < i["end"] - 0.001 for i in ins), (o, ins)
+"""
+    )
 
 
 def test_the_link_is_measured_once_per_device(node_factory):

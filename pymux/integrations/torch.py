@@ -87,6 +87,12 @@ class Integration:
             _FOR_LIFE.append((self._allocator, pool))
         with region.serving_torch_allocator(), torch.cuda.use_mem_pool(pool, device=self.device):
             try:
+                # Settings may have changed since: ask torch itself.
+                if not region.contains(torch.empty(1, dtype=torch.uint8, device=self.device).data_ptr()):
+                    raise RegionError(
+                        f"torch does not allocate in region {region.name!r}: expandable_segments was turned on, or "
+                        f"another allocator was installed. Turn it off before using regions."
+                    )
                 yield
             except torch.OutOfMemoryError as e:
                 e.args = (f"{e} pymux: {_core.torch_last_error()}",)
