@@ -157,7 +157,8 @@ class Agent {
   void hand_out(Page page);
   bool give_spare();
   bool start_out();
-  void fail_out();
+  void fail_out(std::exception_ptr why);
+  void refuse_work();
   void finish_out();
   bool start_in();
   void finish_in();

@@ -563,6 +563,7 @@ void Agent::fail_waiters(std::exception_ptr error) {
 // At close: pages go back to the bank without their contents.
 void Agent::give_all_back() {
   try {
+    if (!retry_releases()) throw Error("CudaError", "the driver does not finish what an earlier failure left.");
     fill_.clear();
     saves_.clear();
     while (!pager_->in_empty()) finish_in();

@@ -33,7 +33,8 @@ bool Agent::demand() const { return quota_ > 0 || !fill_.empty() || !pager_->out
 void Agent::step() {
   bool progress = false;
   stalled_ = false;
-  retry_releases();
+  const bool quiet = retry_releases();
+  if (!quiet) refuse_work();
   pager_->advance();
   while (quota_ > 0 && !pager_->out_full() && (options_.duplex || pager_->in_empty()) && start_out()) progress = true;
   if (retry_at_ == 0 || now_seconds() >= retry_at_) {
@@ -64,6 +65,18 @@ void Agent::step() {
   }
   if (quota_ == 0 && pager_->out_empty()) flush_pages();
   settle();
+}
+
+// Memory of an earlier failure may still be in use, and waiting for that fails too: nothing new begins.
+void Agent::refuse_work() {
+  const auto why = std::make_exception_ptr(Error(
+      "CudaError",
+      "the driver does not finish, or give back, what an earlier failure left. Nothing is lost; the next phase or "
+      "evict() tries again."));
+  if (quota_ > 0) fail_out(why);
+  if (!fill_.empty()) fail_waiters(why);
+  saves_.clear();
+  save_due_ = false;
 }
 
 // Pages that could go, the first to go last: those no phase here needs, then what a request that was
@@ -160,7 +173,7 @@ bool Agent::start_out() {
     if (copy) store = store_for(ref);
   } catch (const Error&) {
     unmark();
-    fail_out();
+    fail_out(std::current_exception());
     return false;
   }
   if (!store) {
@@ -172,7 +185,7 @@ bool Agent::start_out() {
   try {
     pager_->begin_out(ref, copy, *store);
   } catch (const Error&) {
-    fail_out();
+    fail_out(std::current_exception());
     return false;
   }
   quota_ -= 1;
@@ -184,11 +197,11 @@ bool Agent::start_out() {
 }
 
 // The host is full, or the driver refuses: what is left is dirty too, and stays where it is.
-void Agent::fail_out() {
+void Agent::fail_out(std::exception_ptr why) {
   missing_ += static_cast<std::uint32_t>(quota_);
   quota_ = 0;
   victims_.clear();
-  note_fault(std::current_exception());
+  note_fault(why);
 }
 
 void Agent::finish_out() {

@@ -59,8 +59,8 @@ LinkRates measure_link(const Device& device) {
     r.both = 2 * n / best_of([&] { go(true, true); });
     return r;
   } catch (...) {
-    cu().cuStreamSynchronize(out.get());  // the memory must be quiet before it goes
-    cu().cuStreamSynchronize(in.get());
+    out.quiesce();  // the memory must be quiet before it goes
+    in.quiesce();
     throw;
   }
 }

@@ -5,6 +5,7 @@
 #include "driver.h"
 #include "error.h"
 #include "fingerprint_hash.h"
+#include "vmm.h"
 
 // The fatbin, or without nvcc four bytes that no driver of a GPU takes.
 extern const unsigned char pymux_fingerprint_image[];
@@ -51,7 +52,7 @@ std::vector<Digest> Fingerprinter::digest(const std::vector<CUdeviceptr>& pages,
               "cuLaunchKernel", "fingerprint");
       }
     } catch (...) {
-      cu().cuStreamSynchronize(stream_);  // the buffer must be quiet
+      if (cu().cuStreamSynchronize(stream_) != CUDA_SUCCESS) hold_releases();
       throw;
     }
     check(cu().cuStreamSynchronize(stream_), "cuStreamSynchronize", "fingerprint");

@@ -71,7 +71,7 @@ void Pager::copy_out(Flight& f, const Stream& stream) {
 
 // Gives back what a copy that failed had taken.
 void Pager::undo(Flight& f, const Stream& stream) {
-  cu().cuStreamSynchronize(stream.get());  // the slot must be quiet before it is reused
+  stream.quiesce();  // the slot must be quiet before it is reused
   if (f.request) try {
       spill_->wait(f.request);
     } catch (const Error&) {
@@ -258,7 +258,7 @@ void Pager::begin_in(const std::vector<PageRef>& run, std::vector<Page>& physica
       }
     }
   } catch (...) {
-    cu().cuStreamSynchronize(in_stream_.get());  // copies in flight still use the mappings
+    in_stream_.quiesce();  // copies in flight still use the mappings
     throw;
   }
   for (Flight& f : flights) {
@@ -309,7 +309,7 @@ Pager::Arrival Pager::finish_in(Reason reason) {
     if (f.copied) f.done.synchronize();
   } catch (...) {
     a.failed = std::current_exception();
-    cu().cuStreamSynchronize(in_stream_.get());
+    in_stream_.quiesce();
     if (f.store.slot >= 0) staging_.push_back(f.store.slot);
     std::lock_guard lock(table_);
     e.moving = false;

@@ -24,7 +24,8 @@ int attribute(CUdevice_attribute a, CUdevice dev) {
 struct Leftovers {
   std::mutex mutex;  // guards calls
   std::vector<std::function<CUresult()>> calls;
-  std::atomic<bool> any{false};
+  std::atomic<bool> any{false};  // also when only the wait is owed
+  bool held = false;
 };
 Leftovers& leftovers() {
   static auto* l = new Leftovers();
@@ -39,9 +40,13 @@ bool over(CUresult r) {
 
 template <class F>
 void give_back(F call) {
-  if (over(call())) return;
   auto& l = leftovers();
-  std::lock_guard lock(l.mutex);
+  std::unique_lock lock(l.mutex);
+  if (!l.held) {
+    lock.unlock();
+    if (over(call())) return;
+    lock.lock();
+  }
   l.calls.emplace_back(call);
   l.any = true;
 }
@@ -50,10 +55,19 @@ void give_back(F call) {
 bool retry_releases() {
   auto& l = leftovers();
   if (!l.any.load(std::memory_order_relaxed)) return true;
+  // What is left may be memory that a copy still uses.
+  if (!over(cu().cuCtxSynchronize())) return false;
   std::lock_guard lock(l.mutex);
+  l.held = false;
   std::erase_if(l.calls, [](auto& call) { return over(call()); });
   l.any = !l.calls.empty();
   return l.calls.empty();
+}
+
+void hold_releases() {
+  auto& l = leftovers();
+  std::lock_guard lock(l.mutex);
+  l.held = l.any = true;
 }
 
 Fd::~Fd() {
@@ -187,6 +201,10 @@ Stream::Stream(Priority priority) {
 
 Stream::~Stream() {
   if (stream_) give_back([x = stream_] { return cu().cuStreamDestroy(x); });
+}
+
+void Stream::quiesce() const {
+  if (!over(cu().cuStreamSynchronize(stream_))) hold_releases();
 }
 
 void Stream::synchronize() const { check(cu().cuStreamSynchronize(stream_), "cuStreamSynchronize"); }

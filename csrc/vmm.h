@@ -15,8 +15,12 @@
 
 namespace pymux {
 
-// Tries again what destructors could not give back; false when something is still left.
+// Tries again what destructors could not give back, once all work of the context is done; false when
+// something is still left, and then no memory may be reused. Needs a current context.
 bool retry_releases();
+// Work that uses memory may still run, since waiting for it failed: destructors keep everything until
+// retry_releases() has waited.
+void hold_releases();
 
 // A file descriptor.
 class Fd {
@@ -138,6 +142,7 @@ class Stream {
   Stream& operator=(const Stream&) = delete;
   CUstream get() const { return stream_; }
   void synchronize() const;
+  void quiesce() const;  // for error paths: waits, or else holds what may still be used
 
  private:
   CUstream stream_ = nullptr;
