@@ -96,7 +96,7 @@ def test_killing_jobs_and_brokers_at_random_harms_nobody_else(node_factory, tmp_
                 jobs[name] = start(name, 100 * harms)
                 last = dict.fromkeys(jobs, time.monotonic())
     assert harms >= 5
-    assert sum(turns.values()) > 100
+    assert sum(turns.values()) > 40
     for p in jobs.values():
         p.kill()
     # Nothing is left behind: one more job can have the whole device.
