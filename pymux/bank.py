@@ -28,6 +28,8 @@ class Account:
     counts: Counts = field(default_factory=Counts)
     used_at: float = 0.0  # when its last phase ended
     away: float | None = None  # seconds from the end of a lease to the next request, lately
+    unneeded: int = 0  # the most that it could give while it ran, in its latest lease
+    unneeded_before: int = 0  # and in the one before
     unwilling_until: float = 0.0  # it could not give what was asked; asked again after this
 
 
@@ -36,13 +38,14 @@ class Claim:
     """A client whose want is to be met, and whom it must not take from.
 
     ``spared`` are never touched; ``last`` only when nothing else is left; of ``running`` only what they
-    counted as unneeded.
+    counted as unneeded. ``holders`` have the device, running or about to.
     """
 
     client: int
     spared: frozenset[int]
     last: frozenset[int] = frozenset()
     running: frozenset[int] = frozenset()
+    holders: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +84,18 @@ class Bank:
             away = now - account.used_at
             account.away = away if account.away is None else (account.away + away) / 2
 
+    def runs(self, client: int, counts: Counts) -> None:
+        """Note what a running client could give."""
+        account = self.accounts[client]
+        account.counts = counts
+        account.unneeded = max(account.unneeded, counts.discardable + counts.clean + counts.dirty)
+
+    def ended(self, client: int, now: float) -> None:
+        """Note that a client's lease is over."""
+        account = self.accounts[client]
+        account.used_at = now
+        account.unneeded_before, account.unneeded = account.unneeded, 0
+
     def returned(self, client: int, count: int, missing: int, now: float) -> None:
         """Book pages that a client gave back, and those it could not give."""
         account = self.accounts[client]
@@ -95,8 +110,10 @@ class Bank:
         Taken are as few pages as the claims lack: discardable before clean before dirty; of these from the
         client that will need them last. Those that are away for much longer than usual, or were never away,
         come first, least recently used before others; then the one that is expected back last: jobs take
-        turns, and least recently used would be who is back next. Then those that wait, who is last in the
-        queue first; and at the very end the claimant's own unneeded pages.
+        turns, and least recently used would be who is back next. Who is expected back before the running
+        client comes after it, and gives nothing as long as that is likely to give pages before its phase
+        ends; then those that wait, who is last in the queue first. At the very end the claimant's own
+        unneeded pages.
 
         Args:
             claims: in the order of their urgency.
@@ -147,9 +164,14 @@ class Bank:
             for c in sorted(self.accounts, key=order)
             if c != claim.client and c not in claim.spared and now >= self.accounts[c].unwilling_until
         ]
-        first = [c for c in others if c not in claim.last]
-        last = [c for c in others if c in claim.last]
-        for source in (first, last):
+        rest = [c for c in others if c not in claim.last]
+        horizon = min((now + (self.accounts[c].away or 0.0) for c in claim.holders), default=-inf)
+        far = [c for c in rest if c not in turn and self._back_at(c, now, running=c in claim.running) >= horizon]
+        near = [c for c in rest if c not in turn and c not in far]
+        sources = (far, near, [c for c in rest if c in turn], [c for c in others if c in claim.last])
+        for source in sources:
+            if source is near:
+                lacking -= self._promised(claim)
             for client, offer in offers(source):
                 count = min(offer, lacking)
                 if count > 0:
@@ -160,6 +182,14 @@ class Bank:
         if count > 0 and now >= own.unwilling_until:
             taken[claim.client] = count
         yield from taken.items()
+
+    def _promised(self, claim: Claim) -> int:
+        """Pages that a running phase is likely to stop needing: its client did so in its lease before."""
+        return sum(
+            min(account.unneeded_before, account.held)
+            for account in (self.accounts[c] for c in claim.holders)
+            if account.unneeded < account.unneeded_before
+        )
 
     def _back_at(self, client: int, now: float, *, running: bool) -> float:
         """When a client is expected to ask again; infinity where there is no telling."""

@@ -159,8 +159,8 @@ class Scheduler:
                 lease = self._lease_of(client)
                 if lease and lease.generation == generation:
                     lease.ready.add(client)
-                    account = self._account(client)
-                    account.want, account.counts = event.want, event.counts
+                    self._account(client).want = event.want
+                    self._bank(client).runs(client, event.counts)
             case HostWant(client=client):
                 self.host.ask(client, event.want, urgent=event.urgent)
             case Want():
@@ -357,7 +357,7 @@ class Scheduler:
             return
         for member in self.groups[lease.group].members:
             self._account(member).want = 0
-            self._account(member).used_at = now
+            self._bank(member).ended(member, now)
             self._account(member).unwilling_until = 0.0
             self._short.pop(member, None)
         del self.leases[lease.group]
@@ -418,7 +418,7 @@ class Scheduler:
         spared = frozenset(holders)
         both = (spared - running) | frozenset(next_up)
         claims = [Claim(client=c, spared=spared, last=frozenset(next_up)) for c in holders]
-        claims += [Claim(client=c, spared=both, running=running) for c in next_up]
+        claims += [Claim(client=c, spared=both, running=running, holders=spared) for c in next_up]
         plan = bank.plan(claims, now, waiting)
         out: list[Action] = list(plan.actions)
         # A shortage may pass: a dying process still has memory, a budget is about to be read anew, a
