@@ -22,7 +22,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from common import ROOT, Driver, arguments, node, publish, result
+from common import ROOT, Driver, arguments, node, publish, result, size_t, u64
 
 args = arguments(
     __doc__,
@@ -57,16 +57,19 @@ class Job:
 
 def worker(name: str, regions: dict[str, int], live: float, swap: str) -> None:
     """Take orders from stdin: phases one after the other; answer with when they were, and with figures."""
-    import ctypes
-
     import pymux
+
+    driver = Driver()
+
+    def fill(ptr: int, byte: int, nbytes: int) -> None:
+        driver("cuMemsetD8_v2", u64(ptr), byte, size_t(nbytes))
 
     mux = pymux.connect(name, swap=swap)
     blocks = {}
     for region, pages in regions.items():
         with mux.region(region) as r:
             blocks[region] = r.allocate(pages * PAGE)
-            ctypes.memset(blocks[region].ptr, 1, pages * PAGE)
+            fill(blocks[region].ptr, 1, pages * PAGE)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         phases = json.loads(line)
@@ -80,7 +83,7 @@ def worker(name: str, regions: dict[str, int], live: float, swap: str) -> None:
                 if i == 0:
                     print(json.dumps("running"), flush=True)
                 for region in writes:
-                    ctypes.memset(blocks[region].ptr, 2, PAGE)
+                    fill(blocks[region].ptr, 2, PAGE)
                 if live < 1:
                     mux.region("kv").set_live(scattered(blocks["kv"].ptr - mux.region("kv").base, regions["kv"], live))
                 time.sleep(seconds)
@@ -115,7 +118,7 @@ def run(share: float, phases: list, regions: dict[str, float], *, live: float = 
     total = int(args.mib * share) // 2
     pages = {name: round(total * part) for name, part in regions.items()}
     warm = 4
-    with node(PYMUX_SIM_CAPACITY=f"{args.mib}M", PYMUX_SIM_LINK=str(LINK)):
+    with node(PYMUX_SIM_CAPACITY=f"{args.mib}M", PYMUX_CAPACITY=f"{args.mib}M", PYMUX_SIM_LINK=str(LINK)):
         jobs = [Job(n, regions=pages, live=live, swap=swap) for n in "ab"]
         jobs[0].say(phases)
         jobs[0].hear()

@@ -52,10 +52,12 @@ part doctor 60 "$python" -m pymux.cli doctor
 part facts 120 "$python" bench/bench_driver_facts.py --json "$work/1-facts.json"
 part vmm 120 "$python" bench/bench_vmm.py --json "$work/2-vmm.json"
 if [ "$simulated" = 1 ]; then
-  part swap 120 "$python" bench/bench_swap.py --json "$work/3-swap.json"
+  part swap 180 "$python" bench/bench_swap.py --json "$work/3-swap.json"
+  part handoff 180 "$python" bench/bench_handoff.py --json "$work/4-handoff.json"
   part contract 120 "$python" -m pytest -q tests/test_driver_contract.py
 else
-  part swap 120 "$python" bench/bench_swap.py --mib 8192 --json "$work/3-swap.json"
+  part swap 180 "$python" bench/bench_swap.py --mib 8192 --json "$work/3-swap.json"
+  part handoff 180 "$python" bench/bench_handoff.py --mib 16384 --json "$work/4-handoff.json"
   part tests 180 "$python" -m pytest -q -m gpu --deselect tests/test_torch.py tests
   part demo 180 "$python" -m pymux.cli demo --steps 4 --output "$work/demo" --json "$work/demo.json"
 fi

@@ -150,6 +150,24 @@ def test_what_a_running_phase_does_not_use_is_its_heirs_and_no_more():
     assert of(Take, s.handle(Tick(), 3)) == []
 
 
+def test_nothing_is_taken_from_who_runs_sooner_while_the_running_phase_is_likely_to_give():
+    s = scheduler(budget=10)
+    for c in (1, 2, 3):
+        s.handle(joined(c), 0)
+    idle = Counts(resident=4, dirty=2)
+    turn(s, 3, 4, 0.1, 0.5)
+    for t in (0, 10):  # 1 trains with four pages, then needs only two of them
+        g = of(Grant, s.handle(acquire(1, 4), t + 1))[0].generation
+        s.handle(Ready(client=1, generation=g), t + 1)
+        s.handle(Ready(client=1, generation=g, counts=idle), t + 2)
+        s.handle(Release(client=1, generation=g, counts=all_dirty(4)), t + 3)
+        turn(s, 3, 4, t + 4, t + 5)
+    g = of(Grant, s.handle(acquire(1, 4), 21))[0].generation
+    actions = s.handle(Ready(client=1, generation=g), 21) + s.handle(acquire(2, 4), 21.5)
+    assert of(Take, actions) == [], "client 3 is back before client 1 is"
+    assert of(Take, s.handle(Ready(client=1, generation=g, counts=idle), 22)) == [Take(client=1, count=2)]
+
+
 def test_a_phase_that_runs_still_gets_pages_for_its_lazy_regions():
     s = scheduler(budget=10)
     s.handle(joined(1), 0)
