@@ -7,11 +7,17 @@ of an odd size, one after the other and synchronously:
 - pause: pin, copy, unmap and free each allocation; back: create, map, copy, unpin each
 - sleep: the same with pinned blocks that are kept, rounded up to a power of two
 - snapshot: everything at once into memory pinned for it, as a whole-process checkpoint
+
+Where torch has a GPU, torch_memory_saver and vLLM's allocator are measured as well if they are installed.
 """
 
 import ctypes
+import json
 import statistics
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 from common import Driver, arguments, node, publish, result, size_t, u64
 
@@ -125,6 +131,17 @@ def peer(driver: Driver, **kind: bool) -> tuple[float, float, float]:
     return out, back, p.pinned_bytes / moved
 
 
+def installed(library: str) -> tuple[float, float] | None:
+    """Median bytes per second out and in of the library itself; None where it or a GPU is missing, or it fails."""
+    script = Path(__file__).with_name("installed_peers.py")
+    command = [sys.executable, str(script), library, str(nbytes), str(args.peer_repeats)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{library} failed:\n{done.stderr}", file=sys.stderr)
+        return None
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 with node(PYMUX_SIM_CAPACITY=f"{args.mib + 64}M", PYMUX_SIM_LINK="4e9"):
     import pymux
 
@@ -164,6 +181,7 @@ with node(PYMUX_SIM_CAPACITY=f"{args.mib + 64}M", PYMUX_SIM_LINK="4e9"):
         "snapshot": {"keep": False, "whole": True},
     }
     peers = {name: peer(driver, **kind) for name, kind in kinds.items()}
+    libraries = {name: installed(name) for name in ("torch_memory_saver", "vllm")}
 
 out, back = statistics.median(outs), statistics.median(ins)
 gb = nbytes / 1e9
@@ -181,11 +199,11 @@ results = [
     result("first_in", first_in, "s"),
     result("host_bytes_per_byte", host, "ratio"),
 ]
-for name, (peer_out, peer_in, peer_host) in peers.items():
+for name, (peer_out, peer_in, *peer_host) in {**peers, **{n: f for n, f in libraries.items() if f}}.items():
     results += [
         result(f"{name}_out", peer_out / 1e9, "GB/s"),
         result(f"{name}_in", peer_in / 1e9, "GB/s"),
-        result(f"{name}_host_bytes_per_byte", peer_host, "ratio"),
+        *(result(f"{name}_host_bytes_per_byte", ratio, "ratio") for ratio in peer_host),
         result(f"out_and_in_vs_{name}", (1 / peer_out + 1 / peer_in) * nbytes / (out + back), "x faster"),
     ]
 publish("swap", driver.device.name, results, args.json)
