@@ -14,6 +14,11 @@
 
 #include "sim.h"
 
+#ifdef __SANITIZE_THREAD__  // from the sanitizer's run time
+extern "C" void AnnotateIgnoreReadsBegin(const char* file, int line);
+extern "C" void AnnotateIgnoreReadsEnd(const char* file, int line);
+#endif
+
 namespace sim {
 namespace {
 
@@ -101,12 +106,35 @@ std::int64_t take_slot(Control& c, Direction d, std::int64_t ready, std::size_t 
   return end;
 }
 
+// A copy from the device may race with writes to it, as on a GPU: a write-back does, and throws away what
+// it read (the page's version tells). The thread sanitizer must neither report these reads nor, one by one,
+// suppress them.
+class DeviceReads {
+ public:
+#ifdef __SANITIZE_THREAD__
+  explicit DeviceReads(bool from_device) : ignored_(from_device) {
+    if (ignored_) AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+  }
+  ~DeviceReads() {
+    if (ignored_) AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+  }
+  DeviceReads(const DeviceReads&) = delete;
+  DeviceReads& operator=(const DeviceReads&) = delete;
+
+ private:
+  bool ignored_;
+#else
+  explicit DeviceReads(bool) {}
+#endif
+};
+
 bool move_bytes(void* dst, const void* src, std::size_t n, CUdeviceptr on_device) {
   std::shared_lock lock(mapping_lock());
   if (!device_range_accessible(on_device, n)) {
     set_sticky(CUDA_ERROR_ILLEGAL_ADDRESS);
     return false;
   }
+  DeviceReads reads(reinterpret_cast<CUdeviceptr>(src) == on_device);
   std::memcpy(dst, src, n);
   return true;
 }
