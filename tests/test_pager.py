@@ -506,7 +506,7 @@ say(f"{turns} {worst:.3f}")
 """
     )
     turns, worst = out.split()
-    assert int(turns) > 8
+    assert int(turns) > 3, "a swap that blocks leaves one or two"
     assert float(worst) < 0.2
 
 
