@@ -1,5 +1,6 @@
 """Which bytes move, which do not, and when: one process, or two clients within one."""
 
+import os
 import contextlib
 import gc
 import threading
@@ -533,7 +534,7 @@ assert s["phase"] == "idle" and s["regions"]["w"]["evicted_bytes"] == 12 * PAGE,
 for h in taken: assert lib.cuMemRelease(h) == 0
 with mux.phase("use"): check(block, 5)
 """,
-        PYTHONPATH=str(ROOT),
+        PYTHONPATH=os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]),  # for tests.cuda_types
         PYMUX_PASS_PAGES="0",
     )
     assert "something outside pymux has taken it" in out
