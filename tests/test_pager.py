@@ -1,8 +1,8 @@
 """Which bytes move, which do not, and when: one process, or two clients within one."""
 
-import os
 import contextlib
 import gc
+import os
 import threading
 import time
 
