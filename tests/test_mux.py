@@ -283,6 +283,8 @@ def test_ctrl_c_ends_a_wait(node_factory):
     assert order(a, "hold") == "holding"
     b = node.start(
         """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
 mux = pymux.connect("b")
 try:
     with mux.phase("p"): pass
