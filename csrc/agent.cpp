@@ -43,10 +43,10 @@ bool exports(const Device& device) {
 
 Agent::Agent(AgentOptions options)
     : options_(std::move(options)),
-      device_(options_.device),
-      page_size_(choose_page_size(device_, options_.page_size)),
+      device_(options_.controller ? std::nullopt : std::optional<Device>(std::in_place, options_.device)),
+      page_size_(device_ ? choose_page_size(*device_, options_.page_size) : 0),
       owner_pid_(getpid()),
-      pass_pages_(options_.pass_pages && exports(device_)),
+      pass_pages_(device_ && options_.pass_pages && exports(*device_)),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   connect_broker(0);
   std::promise<void> ready;
@@ -125,12 +125,15 @@ void Agent::run_on_agent(std::function<void()> work) {
   if (!done) check_usable_locked();
 }
 
-std::shared_ptr<Region> Agent::create_region(const std::string& name, OnEvict on_evict, bool fingerprint) {
+std::shared_ptr<Region> Agent::create_region(const std::string& name, OnEvict on_evict, bool fingerprint, bool frozen) {
   std::lock_guard lock(mutex_);
   check_usable_locked();
+  if (!device_)
+    throw Error("RegionError", "a controller has no device memory: make region '" + name +
+                                   "' in the processes that do the device work.");
   for (auto& r : regions_)
     if (r->name == name) throw Error("RegionError", "region '" + name + "' exists already in this process.");
-  auto r = std::make_shared<Region>(name, on_evict, fingerprint, device_, page_size_);
+  auto r = std::make_shared<Region>(name, on_evict, fingerprint, frozen, *device_, page_size_);
   regions_.push_back(r);
   fault::watch(r->addresses.base(), r->addresses.size(), options_.job, name);
   return r;
@@ -151,6 +154,8 @@ bool Agent::resident_locked(const std::vector<std::shared_ptr<Region>>& regions)
 void Agent::activate_locked() {
   phase_ = Phase::active;
   active_flag_ = true;
+  entered_at_ = now_seconds();
+  back_at_ = 0;
   stamp_ += 1;
   for (auto* list : {&uses_, &lazy_})
     for (auto& r : *list) r->last_used = stamp_;
@@ -166,12 +171,16 @@ std::uint64_t Agent::expected_takes_locked() const {
   return most > taken_ ? most - taken_ : 0;
 }
 
-void Agent::acquire(const std::string& phase, std::vector<std::shared_ptr<Region>> uses,
-                    std::vector<std::shared_ptr<Region>> lazy, std::vector<std::shared_ptr<Region>> writes,
-                    double expected, double timeout, const std::function<bool()>& interrupted) {
+void Agent::acquire(PhaseRequest request, const std::function<bool()>& interrupted) {
+  const std::string phase = request.name;
   std::unique_lock lock(mutex_);
   check_usable_locked();
-  if (phase_ == Phase::active || phase_ == Phase::waiting)
+  if (remote_ && phase != phase_name_)
+    throw Error("LeaseError", "phase '" + phase + "' was opened while another member of the group has phase '" +
+                                  phase_name_ +
+                                  "' open. The members of a group open the same phases in the same "
+                                  "order, or leave that to one of them.");
+  if (!remote_ && (phase_ == Phase::active || phase_ == Phase::waiting || phase_ == Phase::leaving))
     throw Error("LeaseError", "phase '" + phase + "' was opened inside phase '" + phase_name_ +
                                   "' of the same client. Phases do not nest: leave the outer one first, or use "
                                   "lease.idle() for a wait inside it.");
@@ -182,10 +191,16 @@ void Agent::acquire(const std::string& phase, std::vector<std::shared_ptr<Region
     extended_ = true;
   }
   phase_name_ = phase;
-  uses_ = std::move(uses);
-  lazy_ = std::move(lazy);
-  writes_ = std::move(writes);
-  expected_ = expected;
+  uses_ = std::move(request.uses);
+  lazy_ = std::move(request.lazy);
+  writes_ = std::move(request.writes);
+  names_ = std::move(request.regions);
+  expected_ = request.expected;
+  priority_ = request.priority;
+  overlap_ = request.overlap;
+  resumes_ = request.resumes;
+  ranks_ = request.ranks;
+  if (!resumes_) ran_ = 0;
   if (phase_ == Phase::parked && resident_locked(uses_)) {  // nobody waits and nothing is missing
     reentries_ += 1;
     activate_locked();
@@ -198,6 +213,8 @@ void Agent::acquire(const std::string& phase, std::vector<std::shared_ptr<Region
       });
     return;
   }
+  attached_ = remote_ && running_locked();
+  remote_ = acknowledged_ = active_flag_ = false;
   granted_ = phase_ == Phase::parked;  // a slow re-entry: only pages are missing
   phase_ = Phase::waiting;
   acquire_error_ = nullptr;
@@ -206,7 +223,7 @@ void Agent::acquire(const std::string& phase, std::vector<std::shared_ptr<Region
     if (!asked_) begin_acquire();
   });
   auto over = [&] { return phase_ != Phase::waiting || broken_ || closed_; };
-  const double deadline = timeout < 0 ? 0 : now_seconds() + timeout;
+  const double timeout = request.timeout, deadline = timeout < 0 ? 0 : now_seconds() + timeout;
   while (!over()) {
     double slice = kSignalSlice;
     if (deadline > 0) slice = std::min(slice, std::max(0.0, deadline - now_seconds()));
@@ -215,7 +232,12 @@ void Agent::acquire(const std::string& phase, std::vector<std::shared_ptr<Region
     const bool stop = interrupted();
     lock.lock();
     if (over() || (!stop && (deadline == 0 || now_seconds() < deadline))) continue;
-    phase_ = Phase::idle;
+    if (attached_) {  // the phase that another member opened goes on
+      attached_ = acknowledged_ = false;
+      remote_ = granted_ = true;
+    } else {
+      phase_ = Phase::idle;
+    }
     post([this, seq = acquire_seq_] { give_up(seq); });
     if (stop) throw Interrupted();
     throw Error("AcquireTimeout", "phase '" + phase + "' did not get the device within " + std::to_string(timeout) +
@@ -234,27 +256,46 @@ bool Agent::follows_at_once_locked() const {
 
 void Agent::release_locked() {
   phase_ = Phase::idle;
-  granted_ = recalled_ = extended_ = false;
+  granted_ = attached_ = remote_ = recalled_ = extended_ = false;
   linger_until_ = 0;
-  active_flag_ = recalled_flag_ = false;
+  active_flag_ = recalled_flag_ = pressed_flag_ = false;
+  if (std::exchange(fenced_, false)) return;  // it is others' already
+  for (auto& [name, ran] : ran_phases_) {
+    auto m = wire::make<wire::Ran>(wire::kRan);
+    wire::put_text(m.phase, sizeof m.phase, name);
+    m.count = ran.first;
+    m.total_us = static_cast<std::uint64_t>(ran.second * 1e6);
+    send(m);
+  }
+  ran_phases_.clear();
   auto m = wire::make<wire::Release>(wire::kRelease);
   m.generation = generation_;
+  if (back_at_ > 0) m.back_us = static_cast<std::uint64_t>(std::max(0.0, back_at_ - now_seconds()) * 1e6);
   m.counts = counts_locked();
   send(m);
 }
 
-void Agent::leave() {
+// Accounts for the time that the phase ran.
+void Agent::count_run_locked(Leave why) {
+  ran_ += left_at_ - entered_at_;
+  if (why != Leave::end) return;
+  auto& [count, seconds] = ran_phases_[phase_name_];
+  count += 1;
+  seconds += std::exchange(ran_, 0);
+}
+
+void Agent::leave(Leave why, double back) {
   bool compare = false;
   {
     std::lock_guard lock(mutex_);
     check_usable_locked();
-    if (phase_ != Phase::active)
+    if (phase_ != Phase::active || remote_)
       throw Error("LeaseError", "there is no phase to leave: the lease was not acquired, or was given back already.");
     compare = std::any_of(writes_.begin(), writes_.end(), [](auto& r) { return r->fingerprint; });
   }
   std::exception_ptr failed;
   try {
-    device_.synchronize();
+    if (device_) device_->synchronize();
   } catch (const CudaError& e) {
     failed = std::current_exception();
     std::lock_guard lock(mutex_);
@@ -273,12 +314,23 @@ void Agent::leave() {
     release_locked();
     return;
   }
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   active_flag_ = false;
   left_at_ = now_seconds();
+  count_run_locked(why);
+  back_at_ = why == Leave::lend && back > 0 ? left_at_ + back : 0;
   const bool work = recalled_ || !lazy_.empty() || expected_takes_locked() > 0;
   const bool save = !follows_at_once_locked();  // else the next phase says better what will not be written
-  if (failed || (recalled_ && (extended_ || !follows_at_once_locked()))) {
+  const bool fenced = fenced_;
+  if (!alone()) {
+    const std::uint64_t generation = generation_;
+    release_locked();
+    if (!fenced) {
+      phase_ = Phase::leaving;
+      changed_.wait(lock, [&] { return ended_ >= generation || broken_ || closed_; });
+      phase_ = Phase::idle;
+    }
+  } else if (failed || fenced || (recalled_ && (why != Leave::end || extended_ || !follows_at_once_locked()))) {
     release_locked();
   } else {
     phase_ = Phase::parked;
@@ -314,7 +366,7 @@ void Agent::done_with(const std::shared_ptr<Region>& region) {
     if (phase_ != Phase::active) throw Error("LeaseError", "done_with('" + region->name + "') needs an open phase.");
     compare = region->fingerprint && written_locked(*region);
   }
-  device_.synchronize();
+  device_->synchronize();
   if (compare) run_on_agent([&] { take_fingerprints(region.get()); });
   std::lock_guard lock(mutex_);
   for (auto* list : {&uses_, &lazy_, &writes_}) std::erase(*list, region);
@@ -363,6 +415,9 @@ std::size_t Agent::evict(const std::shared_ptr<Region>& region) {
 void Agent::wait_for(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Ensure>& ensure) {
   Ensure& e = *ensure;
   if (resident_locked(*e.region, e.first, e.count)) return;
+  if (fenced_)
+    throw Error("LeaseFenced", "this process was stopped for so long that others got the device: region '" +
+                                   e.region->name + "' cannot come in. Leave the phase and enter it again.");
   ensures_.push_back(ensure);
   post([this, ensure] {
     queue_missing(ensure->region, ensure->first, ensure->count);
@@ -389,9 +444,9 @@ CUdeviceptr Agent::allocate(const std::shared_ptr<Region>& region, std::size_t b
   const std::int64_t offset = region->allocate(bytes);
   if (offset < 0) {
     Error err("CapacityError", "region '" + region->name + "' has no addresses left for " + std::to_string(bytes) +
-                                   " bytes, and the device has " + std::to_string(device_.total()) + " in all.");
+                                   " bytes, and the device has " + std::to_string(device_->total()) + " in all.");
     err.need = bytes;
-    err.limit = device_.total();
+    err.limit = device_->total();
     throw err;
   }
   const auto start = static_cast<std::size_t>(offset);
@@ -444,7 +499,7 @@ std::vector<SwapSpan> Agent::spans() {
 
 AgentStats Agent::stats() {
   std::lock_guard lock(mutex_);
-  static constexpr const char* names[] = {"idle", "waiting", "active", "parked"};
+  static constexpr const char* names[] = {"idle", "waiting", "active", "parked", "leaving"};
   AgentStats s;
   s.phase = closed_ ? "closed" : names[static_cast<int>(phase_)];
   s.generation = generation_;
@@ -455,6 +510,7 @@ AgentStats Agent::stats() {
   s.grants = grants_;
   s.reentries = reentries_;
   s.reconnects = reconnects_;
+  s.fenced = fences_;
   s.last_fault = last_fault_;
   s.duplex = options_.duplex;
   s.fingerprints = fingerprints_;

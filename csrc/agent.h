@@ -35,13 +35,16 @@ struct AgentOptions {
   std::vector<std::string> spawn;  // command that starts a broker; empty: do not
   std::string job, client, group;
   std::uint32_t rank = 0, world = 1;
+  bool joint = false;  // the group has, or may have, other members
   int device = 0;
-  std::size_t page_size = 0;    // bytes; 0: by the device's size
-  bool pass_pages = true;       // hand physical pages over as file descriptors
-  bool snapshot = false;        // swap everything out at every yield, for comparison
-  bool duplex = true;           // copy in both directions at once
-  bool poison = false;          // fill pages that were discarded
-  double connect_timeout = 10;  // seconds, for starting or finding a broker
+  bool controller = false;              // no device memory: it opens phases of its group
+  std::size_t page_size = 0;            // bytes; 0: by the device's size
+  std::size_t need = 0, host_need = 0;  // bytes of device and host memory needed at most; 0: unknown
+  bool pass_pages = true;               // hand physical pages over as file descriptors
+  bool snapshot = false;                // swap everything out at every yield, for comparison
+  bool duplex = true;                   // copy in both directions at once
+  bool poison = false;                  // fill pages that were discarded
+  double connect_timeout = 10;          // seconds, for starting or finding a broker
 };
 
 struct RegionStats {
@@ -57,10 +60,24 @@ struct AgentStats {
   std::uint64_t generation = 0, held = 0, spare = 0, page_size = 0, budget = 0;  // pages but page_size
   std::uint64_t host_pinned = 0, host_used = 0, host_granted = 0;                // bytes
   bool duplex = true, fingerprints = true;
-  std::uint64_t grants = 0, reentries = 0, reconnects = 0;
+  std::uint64_t grants = 0, reentries = 0, reconnects = 0, fenced = 0;
   std::string last_fault;  // of a swap that was undone
   std::vector<RegionStats> regions;
 };
+
+// What a caller wants of a phase.
+struct PhaseRequest {
+  std::string name;
+  std::vector<std::shared_ptr<Region>> uses, lazy, writes;
+  std::string regions;                // the same for the group's other members; see wire::Names
+  double expected = 0, timeout = -1;  // seconds; timeout < 0 waits for ever
+  int priority = 0;
+  bool overlap = false, resumes = false;
+  std::uint64_t ranks = 0;  // bits of the members whose devices are wanted; 0: all
+};
+
+// Why a phase is left: its end, or a break in it, after which it goes on.
+enum class Leave { end, yield, lend };
 
 struct Interrupted {};  // a signal ended the wait; the caller knows which
 
@@ -69,17 +86,16 @@ class Agent {
   explicit Agent(AgentOptions options);  // connects; throws BrokerLost, ProtocolError, ClientExists, ...
   ~Agent();
 
-  std::shared_ptr<Region> create_region(const std::string& name, OnEvict on_evict, bool fingerprint);
-  const Device& device() const { return device_; }
+  std::shared_ptr<Region> create_region(const std::string& name, OnEvict on_evict, bool fingerprint, bool frozen);
+  bool controller() const { return !device_; }
+  const Device& device() const { return *device_; }  // not of a controller
   std::size_t page_size() const { return page_size_; }
 
   // Blocks until the lease is active with every page of `uses` resident, in the order named; the
-  // regions of `lazy` follow meanwhile. `writes` are the regions whose pages may become dirty.
-  // expected, timeout: seconds; timeout < 0 waits for ever. `interrupted` is asked now and then,
-  // without a lock; true gives up and throws Interrupted.
-  void acquire(const std::string& phase, std::vector<std::shared_ptr<Region>> uses,
-               std::vector<std::shared_ptr<Region>> lazy, std::vector<std::shared_ptr<Region>> writes, double expected,
-               double timeout, const std::function<bool()>& interrupted);
+  // regions of `lazy` follow meanwhile. `writes` are the regions whose pages may become dirty. In a
+  // group, until all members have acknowledged. `interrupted` is asked now and then, without a lock;
+  // true gives up and throws Interrupted.
+  void acquire(PhaseRequest request, const std::function<bool()>& interrupted);
   // Waits until a region that the phase uses is resident.
   void require(const std::shared_ptr<Region>& region);
   // The phase does not touch the region any more: waits for the device, then its pages may be
@@ -87,9 +103,14 @@ class Agent {
   void done_with(const std::shared_ptr<Region>& region);
   // The open phase writes the region, whatever it said.
   void touch(const std::shared_ptr<Region>& region);
-  // Waits for the device work of this process, then parks or returns the lease.
-  void leave();
+  // Waits for the device work of this process, then parks or returns the lease; in a group, until all
+  // members' devices are drained. back: seconds after which a lent device is wanted again.
+  void leave(Leave why, double back);
   bool recalled() const { return recalled_flag_.load(std::memory_order_relaxed); }
+  // Whether the phase should give way at its next yield point.
+  bool pressed() const { return pressed_flag_.load(std::memory_order_relaxed); }
+  // The regions that a phase opened by another member uses, without the lazy ones; nothing: there is none.
+  std::optional<std::vector<std::string>> remote_uses();
   bool active() const { return active_flag_.load(std::memory_order_relaxed); }
 
   // A block of the region, resident; needs an active lease. Throws DeviceOutOfMemory, ...
@@ -108,7 +129,7 @@ class Agent {
   void close();
 
  private:
-  enum class Phase { idle, waiting, active, parked };
+  enum class Phase { idle, waiting, active, parked, leaving };
   struct Ensure {  // a caller in a phase that waits for pages
     std::shared_ptr<Region> region;
     std::size_t first = 0, count = 0;
@@ -126,6 +147,8 @@ class Agent {
   void activate_locked();
   std::uint64_t expected_takes_locked() const;
   void release_locked();
+  void count_run_locked(Leave why);
+  bool alone() const { return !options_.joint; }
   bool follows_at_once_locked() const;
 
   // agent thread: the loop (agent_loop.cpp)
@@ -150,6 +173,17 @@ class Agent {
   void fail_waiters(std::exception_ptr error);
   void note_fault(std::exception_ptr error);
   void give_all_back();
+
+  // agent thread: what the other members of the group do (agent_group.cpp)
+  void on_prepare(const std::string& phase);
+  void on_grant(const wire::Grant& m);
+  void on_active(std::uint64_t generation);
+  void on_drain(std::uint64_t generation);
+  void on_fenced(std::uint64_t generation);
+  void open_remote_locked(const std::string& phase);
+  std::uint64_t known_locked() const;
+  void drain_device();
+  void fail_grant_locked(std::exception_ptr error);
 
   // agent thread: pages (agent_pages.cpp)
   void step();
@@ -188,10 +222,12 @@ class Agent {
   std::uint64_t own_locked() const;
   bool in_use_locked(const Region& r) const;
   bool written_locked(const Region& r) const;
-  bool running_locked() const { return phase_ == Phase::active || (phase_ == Phase::waiting && granted_); }
+  bool running_locked() const {
+    return phase_ == Phase::active || (phase_ == Phase::waiting && (granted_ || attached_));
+  }
 
   const AgentOptions options_;
-  Device device_;
+  std::optional<Device> device_;
   const std::size_t page_size_;
   const int owner_pid_;
   bool pass_pages_;
@@ -202,6 +238,10 @@ class Agent {
   Phase phase_ = Phase::idle;
   bool granted_ = false, recalled_ = false, closed_ = false, finished_ = false;
   bool asked_ = false;         // the agent thread has taken the request up
+  bool remote_ = false;        // another member opened the phase; no caller here waits for it
+  bool attached_ = false;      // a caller asks for the phase that another member has open
+  bool acknowledged_ = false;  // the broker knows that our part of the grant is resident
+  bool fenced_ = false;        // the open phase's lease went to others
   std::exception_ptr broken_;  // the broker is gone for good, or the device is
   std::exception_ptr acquire_error_;
   std::uint64_t seq_ = 0, acquire_seq_ = 0, generation_ = 0, stamp_ = 0;
@@ -210,7 +250,14 @@ class Agent {
   double left_at_ = 0, linger_until_ = 0;    // 0: not
   bool extended_ = false;                    // this lease had a phase after its recall
   double expected_ = 0;
-  std::vector<std::shared_ptr<Region>> uses_, lazy_, writes_;  // uses_: without the lazy ones
+  int priority_ = 0;
+  bool overlap_ = false, resumes_ = false;
+  std::uint64_t ranks_ = 0, ended_ = 0;  // ended_: generation of the latest lease that all members have drained
+  std::string names_;                    // regions of the open phase, as members are told
+  double entered_at_ = 0, ran_ = 0;      // of the open phase: when it was entered, seconds before its last break
+  double back_at_ = 0;                   // when a lent device is wanted again; 0: it is not lent
+  std::map<std::string, std::pair<std::uint64_t, double>> ran_phases_;  // ended and not yet told: how many, seconds
+  std::vector<std::shared_ptr<Region>> uses_, lazy_, writes_;           // uses_: without the lazy ones
   // Pages taken for others between two phases: now, and the latest times. What may be expected of
   // the next time bounds write-back, so that it copies nothing in vain.
   std::uint64_t taken_ = 0;
@@ -218,7 +265,7 @@ class Agent {
   std::vector<std::shared_ptr<Ensure>> ensures_;
   std::deque<std::function<void()>> commands_;
   std::uint64_t held_ = 0, used_ = 0, budget_ = 0;
-  std::uint64_t grants_ = 0, reentries_ = 0, reconnects_ = 0;
+  std::uint64_t grants_ = 0, reentries_ = 0, reconnects_ = 0, fences_ = 0;
   std::string last_fault_;
   std::string spill_dir_;
   bool fingerprints_ = true;  // there is a kernel for this device, as far as known
@@ -247,6 +294,7 @@ class Agent {
   std::size_t host_told_ = 0;  // bytes last asked for without urgency
   double host_full_until_ = 0;
   std::exception_ptr fault_;  // the latest
+  std::string told_regions_;  // by the message before this one
   bool stop_ = false;
   std::atomic<std::uint64_t> spare_physical_{0};  // spare_ and spare_fds_, for other threads
 
@@ -254,7 +302,7 @@ class Agent {
   bool connected_ = false;  // hello was answered
   wire::Socket socket_;
   Fd wake_;
-  std::atomic<bool> recalled_flag_{false}, active_flag_{false};
+  std::atomic<bool> recalled_flag_{false}, pressed_flag_{false}, active_flag_{false};
   std::thread thread_;
 };
 

@@ -37,6 +37,12 @@ const char* type_for(std::uint32_t code) {
       return "CapacityError";
     case wire::kNoPages:
       return "DeviceOutOfMemory";
+    case wire::kNoHostMemory:
+      return "HostOutOfMemory";
+    case wire::kMemberLost:
+      return "MemberLost";
+    case wire::kNoRegion:
+      return "UnknownRegion";
     default:
       return "ProtocolError";
   }
@@ -109,11 +115,14 @@ bool Agent::say_hello(std::uint32_t flags) {
   auto hello = wire::make<wire::Hello>(wire::kHello);
   hello.version = wire::kVersion;
   hello.pid = static_cast<std::uint32_t>(getpid());
-  hello.flags = flags | (pass_pages_ ? wire::kPassesPages : 0);
+  hello.flags =
+      flags | (pass_pages_ ? wire::kPassesPages : 0) | (device_ ? 0 : wire::kController) | (alone() ? 0 : wire::kJoint);
   hello.rank = options_.rank;
   hello.world = options_.world;
   hello.page_size = page_size_;
-  std::memcpy(hello.uuid, device_.uuid(), sizeof hello.uuid);
+  hello.need = options_.need;
+  hello.host_need = options_.host_need;
+  if (device_) std::memcpy(hello.uuid, device_->uuid(), sizeof hello.uuid);
   wire::put_text(hello.job, sizeof hello.job, options_.job);
   wire::put_text(hello.client, sizeof hello.client, options_.client);
   wire::put_text(hello.group, sizeof hello.group, options_.group);
@@ -121,7 +130,11 @@ bool Agent::say_hello(std::uint32_t flags) {
     std::lock_guard lock(mutex_);
     hello.held = held_;
     if (backing_) hello.host_pinned = backing_->pinned_bytes();
-    if (phase_ == Phase::active) hello.lease_generation = generation_;
+    if ((phase_ == Phase::active && !fenced_) || phase_ == Phase::leaving) {
+      hello.lease_generation = generation_;
+      if (!remote_) hello.flags |= wire::kOpener;
+      wire::put_text(hello.phase, sizeof hello.phase, phase_name_);
+    }
     hello.counts = counts_locked();
   }
   std::vector<char> reply;
@@ -177,12 +190,14 @@ void Agent::drop_socket() {
 
 void Agent::run(std::promise<void>& ready) {
   try {
-    device_.make_current();
-    auto backing = std::make_unique<Backing>(device_, page_size_, [this] { wake(); });
-    auto pager = std::make_unique<Pager>(device_, *backing, mutex_, options_.poison);
-    std::lock_guard lock(mutex_);
-    backing_ = std::move(backing);
-    pager_ = std::move(pager);
+    if (device_) {
+      device_->make_current();
+      auto backing = std::make_unique<Backing>(*device_, page_size_, [this] { wake(); });
+      auto pager = std::make_unique<Pager>(*device_, *backing, mutex_, options_.poison);
+      std::lock_guard lock(mutex_);
+      backing_ = std::move(backing);
+      pager_ = std::move(pager);
+    }
   } catch (...) {
     ready.set_exception(std::current_exception());
     return;
@@ -193,14 +208,18 @@ void Agent::run(std::promise<void>& ready) {
       wait_for_work();
       take_commands();
       take_messages();
-      step();
+      if (device_)
+        step();
+      else
+        settle();
     } catch (const std::system_error&) {
       reconnect();
     } catch (...) {
       fail_waiters(std::current_exception());
     }
   }
-  give_all_back();
+  if (device_) give_all_back();
+  drop_socket();
   std::lock_guard lock(mutex_);
   pager_.reset();
   fingerprinter_.reset();
@@ -213,6 +232,7 @@ void Agent::run(std::promise<void>& ready) {
 }
 
 bool Agent::busy() {
+  if (!device_) return false;
   if (!pager_->out_empty() || !pager_->in_empty() || !pager_->save_empty()) return true;
   if (quota_ > 0) return !stalled_;
   if (!demand() && (save_due_ || !saves_.empty())) return true;
@@ -280,35 +300,43 @@ void Agent::handle(const std::vector<char>& bytes, std::vector<Fd>& fds) {
   if (bytes.size() < sizeof(wire::Header)) return;
   switch (reinterpret_cast<const wire::Header*>(bytes.data())->type) {
     case wire::kGrant:
-      if (auto* m = as<wire::Grant>(bytes)) {
-        std::unique_lock lock(mutex_);
-        if (phase_ != Phase::waiting || m->seq != acquire_seq_) {  // cancelled meanwhile
-          auto r = wire::make<wire::Release>(wire::kRelease);
-          r.generation = m->generation;
-          r.counts = counts_locked();
-          send(r);
-          return;
-        }
-        granted_ = true;
-        grants_ += 1;
-        generation_ = m->generation;
-        lock.unlock();
-        if (options_.snapshot) {
-          for (auto& r : regions_) queue_missing(r, 0, r->used_pages());
-          send_want();
-        }
-        settle();
+      if (auto* m = as<wire::Grant>(bytes)) on_grant(*m);
+      return;
+    case wire::kRegions:
+      if (auto* m = as<wire::Regions>(bytes)) told_regions_ = wire::get_text(m->regions, sizeof m->regions);
+      return;
+    case wire::kPrepare:
+      if (auto* m = as<wire::Prepare>(bytes)) on_prepare(wire::get_text(m->phase, sizeof m->phase));
+      return;
+    case wire::kActive:
+      if (auto* m = as<wire::Active>(bytes)) on_active(m->generation);
+      return;
+    case wire::kDrain:
+      if (auto* m = as<wire::Drain>(bytes)) on_drain(m->generation);
+      return;
+    case wire::kEnded:
+      if (auto* m = as<wire::Ended>(bytes)) {
+        std::lock_guard lock(mutex_);
+        ended_ = std::max(ended_, m->generation);
+        changed_.notify_all();
       }
+      return;
+    case wire::kFenced:
+      if (auto* m = as<wire::Fenced>(bytes)) on_fenced(m->generation);
+      return;
+    case wire::kPing:
+      send(wire::make<wire::Pong>(wire::kPong));
       return;
     case wire::kRecall:
       if (auto* m = as<wire::Recall>(bytes)) {
         std::lock_guard lock(mutex_);
-        if (m->generation != generation_ || phase_ == Phase::idle) return;
+        if (m->generation != generation_ || phase_ == Phase::idle || phase_ == Phase::leaving) return;
         if (phase_ == Phase::parked) {
           if (!recalled_) release_locked();  // else it lingers, or a snapshot is on its way out
         } else {
           recalled_ = true;
           recalled_flag_ = true;
+          if (m->press) pressed_flag_ = true;
         }
       }
       return;
@@ -329,7 +357,8 @@ void Agent::handle(const std::vector<char>& bytes, std::vector<Fd>& fds) {
       if (auto* m = as<wire::Deny>(bytes)) {
         {
           std::lock_guard lock(mutex_);
-          if (m->seq != seq_) return;
+          if (m->seq != seq_ && m->seq != acquire_seq_) return;
+          if (m->seq != seq_ && phase_ != Phase::waiting) return;
         }
         Error e(type_for(m->code), wire::get_text(m->text, sizeof m->text));
         e.need = m->need * page_size_;
@@ -361,7 +390,7 @@ void Agent::handle(const std::vector<char>& bytes, std::vector<Fd>& fds) {
 
 // The broker is gone. Nothing of ours is: pages and leases stay, and a new broker is told.
 void Agent::reconnect() {
-  while (!pager_->out_empty()) {
+  while (device_ && !pager_->out_empty()) {
     try {
       Page p = pager_->finish_out();
       std::lock_guard lock(mutex_);
@@ -384,10 +413,13 @@ void Agent::reconnect() {
     host_told_ = 0;
     held_ = used_ + spare_.size() + spare_fds_.size();
     if (phase_ == Phase::parked) phase_ = Phase::idle;
-    if (phase_ == Phase::waiting) granted_ = false;
+    if (phase_ == Phase::waiting) {
+      granted_ = attached_ = acknowledged_ = false;
+      if (std::exchange(remote_, false)) phase_ = Phase::idle;  // who opened it asks again
+    }
     recalled_ = extended_ = false;
     linger_until_ = 0;
-    recalled_flag_ = false;
+    recalled_flag_ = pressed_flag_ = fenced_;
   }
   if (refused || stop_) return;
   try {
@@ -404,6 +436,10 @@ void Agent::reconnect() {
     std::lock_guard lock(mutex_);
     reconnects_ += 1;
     waiting = phase_ == Phase::waiting && asked_;
+    if (phase_ == Phase::leaving) {  // the old broker may have heard of it, or not
+      release_locked();
+      phase_ = Phase::leaving;
+    }
   }
   if (waiting) {
     begin_acquire();
@@ -416,9 +452,9 @@ void Agent::reconnect() {
 void Agent::give_up(std::uint64_t seq) {
   save_due_ = true;
   std::lock_guard lock(mutex_);
-  if (phase_ != Phase::idle || seq != acquire_seq_) return;  // the next request is under way
-  fill_.clear();
-  if (granted_) {
+  if ((phase_ != Phase::idle && !remote_) || seq != acquire_seq_) return;  // the next request is under way
+  if (!remote_) fill_.clear();
+  if (granted_ && !remote_) {
     release_locked();
   } else {
     auto m = wire::make<wire::Cancel>(wire::kCancel);
@@ -443,8 +479,17 @@ void Agent::begin_acquire() {
     m.want = want_locked();
     m.own = own_locked();
     m.expected_us = static_cast<std::uint64_t>(std::max(0.0, expected_) * 1e6);
+    m.ran_us = static_cast<std::uint64_t>(ran_ * 1e6);
+    m.priority = priority_;
+    m.flags = (overlap_ ? wire::kOverlap : 0) | (resumes_ ? wire::kResumes : 0);
+    m.ranks = ranks_;
     wire::put_text(m.phase, sizeof m.phase, phase_name_);
     m.counts = counts_locked();
+    if (!alone()) {
+      auto names = wire::make<wire::Names>(wire::kNames);
+      wire::put_text(names.regions, sizeof names.regions, names_);
+      send(names);
+    }
     send(m);
     return;
   }
@@ -481,10 +526,12 @@ void Agent::note_fault(std::exception_ptr error) {
 // Tells the broker that the phase runs, and what it could give meanwhile.
 void Agent::send_ready() {
   std::lock_guard lock(mutex_);
-  if (phase_ != Phase::active) return;
+  const bool parked = phase_ == Phase::parked;  // a short phase is over already
+  if (phase_ != Phase::active && !parked && !(phase_ == Phase::waiting && acknowledged_)) return;
   auto m = wire::make<wire::Ready>(wire::kReady);
   m.generation = generation_;
   m.want = fill_.empty() ? 0 : want_locked();
+  if (!alone()) m.known = known_locked();
   m.counts = counts_locked();
   send(m);
 }
@@ -513,30 +560,31 @@ void Agent::settle() {
   std::unique_lock lock(mutex_);
   // Pages come in the order of fill_, so a look at its front saves counting at every arrival.
   auto coming = [&](const std::function<bool(const Region&)>& which) {
-    return (!fill_.empty() && which(*fill_.front().region)) || pager_->arriving(which);
+    return (!fill_.empty() && which(*fill_.front().region)) || (device_ && pager_->arriving(which));
   };
-  bool grown = false, active = false;
+  bool grown = false, active = false, acknowledge = false;
   for (auto& e : ensures_) {
     if (e->done || coming([&](const Region& r) { return &r == e->region.get(); })) continue;
     if (resident_locked(*e->region, e->first, e->count)) e->done = grown = true;
   }
-  if (phase_ == Phase::waiting && granted_) {
+  if (phase_ == Phase::waiting && (granted_ || attached_) && !acknowledged_) {
     auto eager = [&](const Region& r) {
       return std::any_of(uses_.begin(), uses_.end(), [&](auto& u) { return u.get() == &r; });
     };
     const bool all = !options_.snapshot || (fill_.empty() && pager_->in_empty());
     if (all && !coming(eager) && resident_locked(uses_)) {
-      activate_locked();
-      active = true;
+      acknowledge = acknowledged_ = true;
+      if (alone() || remote_) {  // else when all members have acknowledged
+        activate_locked();
+        active = true;
+      }
     }
   }
   if (grown || active) changed_.notify_all();
   lock.unlock();
-  if (active) {
-    save_due_ = true;
-    send_ready();
-  }
-  if (grown || active) plan_host();
+  if (active) save_due_ = true;
+  if (acknowledge) send_ready();
+  if (device_ && (grown || active)) plan_host();
 }
 
 void Agent::fail_waiters(std::exception_ptr error) {
@@ -546,7 +594,9 @@ void Agent::fail_waiters(std::exception_ptr error) {
   std::lock_guard lock(mutex_);
   for (auto& e : ensures_)
     if (!e->done) e->error = error;
-  if (phase_ == Phase::waiting) {
+  if (phase_ == Phase::waiting && !alone()) {
+    fail_grant_locked(error);
+  } else if (phase_ == Phase::waiting) {
     acquire_error_ = error;
     if (granted_) {
       release_locked();
@@ -575,7 +625,7 @@ void Agent::give_all_back() {
       std::unique_lock lock(mutex_);
       if (phase_ == Phase::active) {
         lock.unlock();
-        device_.synchronize();
+        device_->synchronize();
         lock.lock();
       }
       for (auto& r : regions_)
@@ -610,7 +660,6 @@ void Agent::give_all_back() {
     // The process ends or the driver is gone: the kernel and the broker take back what is left.
     note_fault(std::current_exception());
   }
-  drop_socket();
 }
 
 }  // namespace pymux

@@ -486,7 +486,7 @@ bool Agent::obtain(std::vector<Page>& physical, std::size_t count) {
       physical.push_back(std::move(p));
     } else {
       try {
-        physical.push_back(Page::create(device_, page_size_, pass_pages_));
+        physical.push_back(Page::create(*device_, page_size_, pass_pages_));
         mint_deadline_ = 0;
       } catch (const CudaError& e) {
         if (!physical.empty()) return true;

@@ -47,6 +47,7 @@ py::dict to_dict(const AgentStats& s) {
   d["grants"] = s.grants;
   d["reentries"] = s.reentries;
   d["reconnects"] = s.reconnects;
+  d["fenced"] = s.fenced;
   d["last_fault"] = s.last_fault;
   py::dict regions;
   for (const auto& r : s.regions) {
@@ -186,8 +187,9 @@ PYBIND11_MODULE(_core, m) {
 
   py::class_<Agent, std::shared_ptr<Agent>>(m, "Agent", "This process's connection to the broker, and its pages.")
       .def(py::init([](std::string socket, std::vector<std::string> spawn, std::string job, std::string client,
-                       std::string group, std::uint32_t rank, std::uint32_t world, int device, std::size_t page_size,
-                       bool pass_pages, bool snapshot, bool duplex, bool poison, double connect_timeout) {
+                       std::string group, std::uint32_t rank, std::uint32_t world, bool joint, int device,
+                       bool controller, std::size_t page_size, std::size_t need, std::size_t host_need, bool pass_pages,
+                       bool snapshot, bool duplex, bool poison, double connect_timeout) {
              AgentOptions o;
              o.socket = std::move(socket);
              o.spawn = std::move(spawn);
@@ -196,8 +198,12 @@ PYBIND11_MODULE(_core, m) {
              o.group = std::move(group);
              o.rank = rank;
              o.world = world;
+             o.joint = joint;
              o.device = device;
+             o.controller = controller;
              o.page_size = page_size;
+             o.need = need;
+             o.host_need = host_need;
              o.pass_pages = pass_pages;
              o.snapshot = snapshot;
              o.duplex = duplex;
@@ -207,26 +213,39 @@ PYBIND11_MODULE(_core, m) {
              return std::make_shared<Agent>(std::move(o));
            }),
            py::kw_only(), py::arg("socket"), py::arg("spawn"), py::arg("job"), py::arg("client"), py::arg("group"),
-           py::arg("rank"), py::arg("world"), py::arg("device"), py::arg("page_size"), py::arg("pass_pages"),
-           py::arg("snapshot"), py::arg("duplex"), py::arg("poison"), py::arg("connect_timeout"))
+           py::arg("rank"), py::arg("world"), py::arg("joint"), py::arg("device"), py::arg("controller"),
+           py::arg("page_size"), py::arg("need"), py::arg("host_need"), py::arg("pass_pages"), py::arg("snapshot"),
+           py::arg("duplex"), py::arg("poison"), py::arg("connect_timeout"))
       .def(
           "create_region",
-          [](Agent& a, const std::string& name, bool keep, bool fingerprint) {
-            auto r = a.create_region(name, keep ? OnEvict::keep : OnEvict::discard, fingerprint);
+          [](Agent& a, const std::string& name, bool keep, bool fingerprint, bool frozen) {
+            auto r = a.create_region(name, keep ? OnEvict::keep : OnEvict::discard, fingerprint, frozen);
             torch_allocator::add(r);
             return r;
           },
-          py::arg("name"), py::arg("keep"), py::arg("fingerprint"), Released())
+          py::arg("name"), py::arg("keep"), py::arg("fingerprint"), py::arg("frozen"), Released())
       .def(
           "acquire",
-          [](Agent& a, const std::string& phase, std::vector<std::shared_ptr<Region>> uses,
-             std::vector<std::shared_ptr<Region>> lazy, std::vector<std::shared_ptr<Region>> writes, double expected,
-             double timeout) {
+          [](Agent& a, std::string phase, std::vector<std::shared_ptr<Region>> uses,
+             std::vector<std::shared_ptr<Region>> lazy, std::vector<std::shared_ptr<Region>> writes,
+             std::string regions, double expected, double timeout, int priority, bool overlap, bool resumes,
+             std::uint64_t ranks) {
+            PhaseRequest request{.name = std::move(phase),
+                                 .uses = std::move(uses),
+                                 .lazy = std::move(lazy),
+                                 .writes = std::move(writes),
+                                 .regions = std::move(regions),
+                                 .expected = expected,
+                                 .timeout = timeout,
+                                 .priority = priority,
+                                 .overlap = overlap,
+                                 .resumes = resumes,
+                                 .ranks = ranks};
             bool interrupted = false;
             {
               py::gil_scoped_release release;
               try {
-                a.acquire(phase, std::move(uses), std::move(lazy), std::move(writes), expected, timeout, [] {
+                a.acquire(std::move(request), [] {
                   py::gil_scoped_acquire gil;
                   return PyErr_CheckSignals() != 0;
                 });
@@ -236,8 +255,9 @@ PYBIND11_MODULE(_core, m) {
             }
             if (interrupted) throw py::error_already_set();
           },
-          py::arg("phase"), py::arg("uses"), py::arg("lazy"), py::arg("writes"), py::arg("expected"),
-          py::arg("timeout"),
+          py::arg("phase"), py::arg("uses"), py::arg("lazy"), py::arg("writes"), py::arg("regions"),
+          py::arg("expected"), py::arg("timeout"), py::arg("priority"), py::arg("overlap"), py::arg("resumes"),
+          py::arg("ranks"),
           "Block until the lease is active with every page of `uses` resident; seconds, timeout < 0 for ever.")
       .def("require", &Agent::require, py::arg("region"), Released(), "Wait, in a phase, until a region is resident.")
       .def("done_with", &Agent::done_with, py::arg("region"), Released(),
@@ -256,8 +276,18 @@ PYBIND11_MODULE(_core, m) {
           },
           py::arg("region"), py::arg("ranges"), Released(),
           "Only these (offset, bytes) of the region, and later allocations, must survive an eviction; None: all.")
-      .def("leave", &Agent::leave, Released(), "Wait for this process's device work, then park or return the lease.")
+      .def(
+          "leave",
+          [](Agent& a, bool end, double back) {
+            a.leave(end ? Leave::end : back > 0 ? Leave::lend : Leave::yield, back);
+          },
+          py::arg("end") = true, py::arg("back") = 0.0, Released(),
+          "Wait for this process's device work, then park or return the lease. end=False: the phase goes on later, in "
+          "`back` seconds if that is known.")
       .def_property_readonly("recalled", &Agent::recalled)
+      .def("pressed", &Agent::pressed, "Whether the phase should give way at its next yield point.")
+      .def_property_readonly("remote_uses", &Agent::remote_uses,
+                             "Names of the regions that a phase opened by another member of the group uses, or None.")
       .def_property_readonly("active", &Agent::active)
       .def(
           "allocate",
@@ -288,9 +318,14 @@ PYBIND11_MODULE(_core, m) {
       .def("stats", [](Agent& a) { return to_dict(a.stats()); })
       .def("spans", &Agent::spans, Released())
       .def("close", &Agent::close, Released())
-      .def_property_readonly("host_addressable", [](const Agent& a) { return a.device().host_addressable(); })
-      .def_property_readonly(
-          "uuid", [](const Agent& a) { return py::bytes(reinterpret_cast<const char*>(a.device().uuid()), 16); })
+      .def_property_readonly("host_addressable",
+                             [](const Agent& a) { return !a.controller() && a.device().host_addressable(); })
+      .def_property_readonly("uuid",
+                             [](const Agent& a) {
+                               const std::string none(16, '\0');
+                               return a.controller() ? py::bytes(none)
+                                                     : py::bytes(reinterpret_cast<const char*>(a.device().uuid()), 16);
+                             })
       .def_property_readonly("page_size", &Agent::page_size);
 
   m.def("torch_enter", &torch_allocator::enter, py::arg("agent"), py::arg("region"),

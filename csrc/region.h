@@ -71,12 +71,14 @@ struct RegionCounters {
 
 class Region {
  public:
-  Region(std::string name, OnEvict on_evict, bool fingerprint, const Device& device, std::size_t page_size);
+  Region(std::string name, OnEvict on_evict, bool fingerprint, bool frozen, const Device& device,
+         std::size_t page_size);
   ~Region();
 
   const std::string name;
   const OnEvict on_evict;
   const bool fingerprint;  // compare contents at the end of phases that may write
+  const bool frozen;       // phases that do not say what they write do not write it
   const std::size_t page_size;
   const Reservation addresses;
   std::vector<PageEntry> pages;

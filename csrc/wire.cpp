@@ -24,7 +24,12 @@ std::vector<Layout> layout() {
       {"take", kTake, sizeof(Take)},          {"give", kGive, sizeof(Give)},
       {"deny", kDeny, sizeof(Deny)},          {"host", kHost, sizeof(Host)},
       {"figures", kFigures, sizeof(Figures)}, {"host_grant", kHostGrant, sizeof(HostGrant)},
-      {"report", kReport, sizeof(Report)},
+      {"report", kReport, sizeof(Report)},    {"names", kNames, sizeof(Names)},
+      {"failed", kFailed, sizeof(Failed)},    {"ran", kRan, sizeof(Ran)},
+      {"pong", kPong, sizeof(Pong)},          {"regions", kRegions, sizeof(Regions)},
+      {"prepare", kPrepare, sizeof(Prepare)}, {"active", kActive, sizeof(Active)},
+      {"drain", kDrain, sizeof(Drain)},       {"ended", kEnded, sizeof(Ended)},
+      {"ping", kPing, sizeof(Ping)},          {"fenced", kFenced, sizeof(Fenced)},
   };
 }
 

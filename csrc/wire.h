@@ -12,7 +12,7 @@
 
 namespace pymux::wire {
 
-constexpr std::uint32_t kVersion = 2;
+constexpr std::uint32_t kVersion = 3;
 constexpr std::size_t kMaxFds = 64;
 constexpr std::size_t kMaxMessage = 1u << 20;  // a status reply is the longest
 
@@ -27,6 +27,10 @@ enum Type : std::uint16_t {
   kStatus,
   kHost,
   kFigures,
+  kNames,
+  kFailed,
+  kRan,
+  kPong,
   kWelcome = 101,
   kError,
   kGrant,
@@ -37,6 +41,13 @@ enum Type : std::uint16_t {
   kStatusReply,
   kHostGrant,
   kReport,
+  kRegions,
+  kPrepare,
+  kActive,
+  kDrain,
+  kEnded,
+  kPing,
+  kFenced,
 };
 
 #pragma pack(push, 1)
@@ -52,33 +63,41 @@ struct Counts {
 };
 
 // flags of Hello
-constexpr std::uint32_t kPassesPages = 1, kObserver = 2, kReconnect = 4;
+constexpr std::uint32_t kPassesPages = 1, kObserver = 2, kReconnect = 4, kController = 8, kOpener = 16, kJoint = 32;
+// flags of Acquire
+constexpr std::uint32_t kOverlap = 1, kResumes = 2;
 
+// need, host_need: bytes of device and host memory that the process will need at most; 0: it does not say.
 struct Hello {
   Header h;
   std::uint32_t version, pid, flags, rank, world, reserved;
-  std::uint64_t page_size, held, lease_generation, host_pinned;
+  std::uint64_t page_size, held, lease_generation, host_pinned, need, host_need;
   std::uint8_t uuid[16];
-  char job[64], client[64], group[64];
+  char job[64], client[64], group[64], phase[64];
   Counts counts;
 };
 // want: pages the client must hold for what it waits for. own: held pages it could do without.
+// ran_us: of the phase, before a yield or a loan. ranks: a bit for each member whose device is wanted; 0: all.
 struct Acquire {
   Header h;
-  std::uint64_t seq, want, own, expected_us;
+  std::uint64_t seq, want, own, expected_us, ran_us, ranks;
+  std::int32_t priority;
+  std::uint32_t flags;
   char phase[64];
   Counts counts;
 };
+// back_us: it wants the device back after so long, in the middle of its phase; 0: no loan.
 struct Release {
   Header h;
-  std::uint64_t generation;
+  std::uint64_t generation, back_us;
   Counts counts;
 };
 // The body of the phase runs; sent again when what the client can give meanwhile has changed.
-// want: pages it must hold for the lazy regions that are still to come.
+// want: pages it must hold for the lazy regions that are still to come. known: a bit for each region
+// of the request that this member has.
 struct Ready {
   Header h;
-  std::uint64_t generation, want;
+  std::uint64_t generation, want, known;
   Counts counts;
 };
 struct Want {
@@ -115,6 +134,30 @@ struct Figures {
   std::uint64_t resident, clean, dirty, evicted, spilled, lost, copied_out, copied_in, avoided;
 };
 
+// The regions of the Acquire that follows, for the group's other members: a line for each use, "u", "l" or
+// "w" for used, lazy or written, and the name. "U": all are used but the lazy ones; "W": all that are used
+// are written but the frozen ones.
+struct Names {
+  Header h;
+  char regions[1024];
+};
+// A member cannot make its regions resident.
+struct Failed {
+  Header h;
+  std::uint64_t generation;
+  std::uint32_t for_good, reserved;
+  char text[512];
+};
+// Phases of this name that have ended since it was last told.
+struct Ran {
+  Header h;
+  char phase[64];
+  std::uint64_t count, total_us;
+};
+struct Pong {
+  Header h;
+};
+
 struct Welcome {
   Header h;
   std::uint32_t version, client;
@@ -126,13 +169,16 @@ struct ErrorText {
   std::uint32_t code, reserved;
   char text[512];
 };
+// seq: of the request, or 0 for a member that did not ask; such a one is told the phase.
 struct Grant {
   Header h;
   std::uint64_t seq, generation;
+  char phase[64];
 };
 struct Recall {
   Header h;
   std::uint64_t generation;
+  std::uint32_t press, reserved;
 };
 struct Take {
   Header h;
@@ -157,6 +203,34 @@ struct HostGrant {
 struct Report {
   Header h;
 };
+// As Names, of the Prepare or Grant that follows.
+struct Regions {
+  Header h;
+  char regions[1024];
+};
+struct Prepare {
+  Header h;
+  char phase[64];
+};
+struct Active {
+  Header h;
+  std::uint64_t generation;
+};
+struct Drain {
+  Header h;
+  std::uint64_t generation;  // 0: it was only prepared
+};
+struct Ended {
+  Header h;
+  std::uint64_t generation;
+};
+struct Ping {
+  Header h;
+};
+struct Fenced {
+  Header h;
+  std::uint64_t generation;
+};
 #pragma pack(pop)
 
 enum ErrorCode : std::uint32_t {
@@ -167,6 +241,9 @@ enum ErrorCode : std::uint32_t {
   kDevice,
   kCapacity,
   kNoPages,
+  kNoHostMemory,
+  kMemberLost,
+  kNoRegion,
 };
 
 struct Layout {

@@ -93,9 +93,9 @@ class Agent:
     """
     This process's connection to the broker, and its pages.
     """
-    def __init__(self, *, socket: str, spawn: collections.abc.Sequence[str], job: str, client: str, group: str, rank: typing.SupportsInt | typing.SupportsIndex, world: typing.SupportsInt | typing.SupportsIndex, device: typing.SupportsInt | typing.SupportsIndex, page_size: typing.SupportsInt | typing.SupportsIndex, pass_pages: bool, snapshot: bool, duplex: bool, poison: bool, connect_timeout: typing.SupportsFloat | typing.SupportsIndex) -> None:
+    def __init__(self, *, socket: str, spawn: collections.abc.Sequence[str], job: str, client: str, group: str, rank: typing.SupportsInt | typing.SupportsIndex, world: typing.SupportsInt | typing.SupportsIndex, joint: bool, device: typing.SupportsInt | typing.SupportsIndex, controller: bool, page_size: typing.SupportsInt | typing.SupportsIndex, need: typing.SupportsInt | typing.SupportsIndex, host_need: typing.SupportsInt | typing.SupportsIndex, pass_pages: bool, snapshot: bool, duplex: bool, poison: bool, connect_timeout: typing.SupportsFloat | typing.SupportsIndex) -> None:
         ...
-    def acquire(self, phase: str, uses: collections.abc.Sequence[Region], lazy: collections.abc.Sequence[Region], writes: collections.abc.Sequence[Region], expected: typing.SupportsFloat | typing.SupportsIndex, timeout: typing.SupportsFloat | typing.SupportsIndex) -> None:
+    def acquire(self, phase: str, uses: collections.abc.Sequence[Region], lazy: collections.abc.Sequence[Region], writes: collections.abc.Sequence[Region], regions: str, expected: typing.SupportsFloat | typing.SupportsIndex, timeout: typing.SupportsFloat | typing.SupportsIndex, priority: typing.SupportsInt | typing.SupportsIndex, overlap: bool, resumes: bool, ranks: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
         Block until the lease is active with every page of `uses` resident; seconds, timeout < 0 for ever.
         """
@@ -103,7 +103,7 @@ class Agent:
         ...
     def close(self) -> None:
         ...
-    def create_region(self, name: str, keep: bool, fingerprint: bool) -> Region:
+    def create_region(self, name: str, keep: bool, fingerprint: bool, frozen: bool) -> Region:
         ...
     def done_with(self, region: Region) -> None:
         """
@@ -113,9 +113,13 @@ class Agent:
         """
         Swap a region out (None: all) and give its pages to the bank; bytes given.
         """
-    def leave(self) -> None:
+    def leave(self, end: bool = True, back: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> None:
         """
-        Wait for this process's device work, then park or return the lease.
+        Wait for this process's device work, then park or return the lease. end=False: the phase goes on later, in `back` seconds if that is known.
+        """
+    def pressed(self) -> bool:
+        """
+        Whether the phase should give way at its next yield point.
         """
     def read(self, region: Region, ptr: typing.SupportsInt | typing.SupportsIndex, to: typing_extensions.Buffer) -> None:
         """
@@ -151,6 +155,11 @@ class Agent:
     @property
     def recalled(self) -> bool:
         ...
+    @property
+    def remote_uses(self) -> list[str] | None:
+        """
+        Names of the regions that a phase opened by another member of the group uses, or None.
+        """
     @property
     def uuid(self) -> bytes:
         ...

@@ -14,6 +14,7 @@ from math import inf
 from pymux.events import Counts, Give, Take
 
 OVERDUE = 3.0  # times the usual absence, after which a client is not expected back soon
+_ANY = 1 << 62  # pages: no limit
 RETRY_SECONDS = 0.2  # after which a client that could not give pages is asked again
 
 
@@ -38,7 +39,8 @@ class Claim:
     """A client whose want is to be met, and whom it must not take from.
 
     ``spared`` are never touched; ``last`` only when nothing else is left; of ``running`` only what they
-    counted as unneeded. ``holders`` have the device, running or about to.
+    counted as unneeded. ``holders`` have the device, running or about to. ``kin`` are the clients of the claimant's
+    job, where they may hold ``limit`` pages together.
     """
 
     client: int
@@ -46,6 +48,8 @@ class Claim:
     last: frozenset[int] = frozenset()
     running: frozenset[int] = frozenset()
     holders: frozenset[int] = frozenset()
+    limit: int | None = None
+    kin: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +63,8 @@ class Plan:
 class Bank:
     """Counts the pages of a device."""
 
-    def __init__(self, budget: int, capacity: int) -> None:
+    def __init__(self, page_size: int, budget: int, capacity: int) -> None:
+        self.page_size = page_size  # bytes
         self.budget = budget  # pages for clients now
         self.capacity = capacity  # pages for clients at best, when nobody else uses the device
         self.accounts: dict[int, Account] = {}
@@ -68,6 +73,11 @@ class Bank:
     def free(self) -> int:
         """Pages that nobody holds."""
         return self.budget - sum(a.held for a in self.accounts.values())
+
+    @property
+    def taking(self) -> bool:
+        """Whether pages are on their way back."""
+        return any(a.taking for a in self.accounts.values())
 
     def open(self, client: int, held: int, counts: Counts) -> None:
         """Count a client in, with what it brings."""
@@ -129,11 +139,21 @@ class Bank:
             lacking = account.want - account.held
             if lacking <= 0:
                 continue
-            give = min(lacking, max(self.free, 0))
+            room = self._room(claim)
+            give = min(lacking, max(self.free, 0), room)
             if give:
                 account.held += give
                 lacking -= give
+                room -= give
                 actions.append(Give(client=claim.client, count=give))
+            if lacking > room:  # the job has all that it may have: its own processes give first
+                over = lacking - room
+                over -= min(over, sum(self.accounts[c].taking for c in claim.kin))
+                for victim, count in self._victims(claim, over, now, turn, only=claim.kin):
+                    self.accounts[victim].taking += count
+                    lacking -= count
+                    actions.append(Take(client=victim, count=count))
+                lacking = min(lacking, room)
             coming = min(lacking, incoming)
             incoming -= coming
             lacking -= coming
@@ -141,11 +161,19 @@ class Bank:
                 self.accounts[victim].taking += count
                 lacking -= count
                 actions.append(Take(client=victim, count=count))
-            if lacking and not coming and not any(a.taking for a in self.accounts.values()):
+            if account.want > account.held and not coming and not self.taking:
                 short.append(claim.client)
         return Plan(actions=actions, short=short)
 
-    def _victims(self, claim: Claim, lacking: int, now: float, turn: dict[int, int]) -> Iterator[tuple[int, int]]:
+    def _room(self, claim: Claim) -> int:
+        """Pages that the claimant's job may have beside those that it has."""
+        if claim.limit is None:
+            return _ANY
+        return max(0, claim.limit - sum(self.accounts[c].held for c in claim.kin))
+
+    def _victims(
+        self, claim: Claim, lacking: int, now: float, turn: dict[int, int], only: frozenset[int] | None = None
+    ) -> Iterator[tuple[int, int]]:
         taken: dict[int, int] = {}
 
         def offers(clients: list[int]) -> Iterator[tuple[int, int]]:
@@ -159,9 +187,10 @@ class Bank:
                 return turn[c], 0.0, 0.0, c
             return 0, -self._back_at(c, now, running=c in claim.running), self.accounts[c].used_at, c
 
+        clients = self.accounts.keys() if only is None else only
         others = [
             c
-            for c in sorted(self.accounts, key=order)
+            for c in sorted(clients, key=order)
             if c != claim.client and c not in claim.spared and now >= self.accounts[c].unwilling_until
         ]
         rest = [c for c in others if c not in claim.last]

@@ -7,6 +7,7 @@ since clients keep their pages and tell the next broker what they hold.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -27,26 +28,38 @@ from pymux.errors import ConfigError, DriverError, NotAllowed, ProtocolError, Py
 from pymux.events import (
     Acquire,
     Action,
+    Active,
     Budget,
     Cancel,
     Counts,
     Deny,
+    Drain,
+    Ended,
     Event,
+    Failed,
+    Fenced,
     Give,
     Grant,
     HostGrant,
     HostWant,
     Joined,
     Left,
+    Ping,
+    Pong,
+    Prepare,
+    Ran,
     Ready,
     Recall,
     Release,
     Returned,
     Take,
+    Tick,
+    Unresponsive,
     Want,
 )
 from pymux.nvml import Nvml
-from pymux.policy import Fifo
+from pymux.policy import make
+from pymux.rules import Rules
 from pymux.scheduler import Scheduler
 
 log = logging.getLogger("pymux.broker")
@@ -59,7 +72,8 @@ REPORT_SECONDS = 0.2  # how long a status request waits for the clients' figures
 MAX_OUTBOX = 4096  # messages to a client that does not read
 MAX_REGIONS = 1024  # whose figures a client may tell
 MAX_SPILL_PATH = 255  # bytes; the welcome message has room for so many
-MAX_REQUEST = 4096  # bytes of a client's message; the longest is a hello of a few hundred
+MAX_REQUEST = 4096  # bytes of a client's message; the longest names regions, in a thousand
+SO_PEERGROUPS = 59  # <asm-generic/socket.h>; Python's socket module has no name for it
 
 
 @dataclass(slots=True)
@@ -74,6 +88,7 @@ class Peer:
     device: str = ""
     observer: bool = False
     joined: bool = False
+    regions: str = ""  # of the acquire that follows
     figures: dict[str, dict[str, int]] = field(default_factory=dict)  # of its regions, as last told
     coming: dict[str, dict[str, int]] = field(default_factory=dict)  # of an answer that is not whole yet
     outbox: deque[tuple[bytes, list[int]]] = field(default_factory=deque)
@@ -117,6 +132,7 @@ class Broker:
         capacity: bytes of each device that regions may have; 0: all that others leave.
         host_budget: bytes of host memory that clients may pin; 0: most of it.
         spill_dir: where clients put what the host has no memory for; None: nowhere.
+        rules: the policy, and what jobs may have.
         linger: seconds without clients after which it ends; None: never.
 
     Raises:
@@ -132,13 +148,17 @@ class Broker:
         capacity: int = 0,
         host_budget: int = 0,
         spill_dir: Path | None = None,
+        rules: Rules | None = None,
         linger: float | None = 30.0,
     ) -> None:
+        rules = rules or Rules()
+        self._rules = rules
+        self._groups = rules.group_ids()
         self._capacity = capacity
         self._spill_dir = str(spill_dir.resolve()) if spill_dir else ""
         self._nvml = nvml
         self._linger = linger
-        _private_directory(runtime_dir)
+        _private_directory(runtime_dir, self._groups)
         self._lock = os.open(runtime_dir / "broker.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -153,15 +173,20 @@ class Broker:
         self._path.unlink(missing_ok=True)
         now = time.monotonic()
         self._scheduler = Scheduler(
-            Fifo(),
+            make(rules.policy, rules.max_wait),
             host_budget=host_budget or int(HOST_SHARE * host_memory()),
             frozen_until=now + RECOVERY_SECONDS if orphaned else 0.0,
+            limits=rules.jobs,
+            default_limits=rules.default,
+            unresponsive_after=rules.unresponsive_after,
         )
         if orphaned:
             log.info("taking over from a broker that died; waiting %.1f s for its clients", RECOVERY_SECONDS)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._listener.bind(str(self._path))
-        self._listener.listen(128)
+        if self._groups:
+            _open_to_groups(runtime_dir, self._path, self._groups)
+        self._listener.listen(1024)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -171,6 +196,9 @@ class Broker:
         self._devices: dict[str, Device] = {}
         self._inquiries: list[Inquiry] = []
         self._next_id = 1
+        self._spare_fd = os.open(
+            "/dev/null", os.O_RDONLY | os.O_CLOEXEC
+        )  # to refuse a client with when there are no more
         self._idle_since = now
         self._budget_at = now
         self._tick_at = self._scheduler.next_deadline(now)
@@ -221,11 +249,9 @@ class Broker:
         now = time.monotonic()
         self._answer(now)
         if self._tick_at is not None and now >= self._tick_at:
-            # Who is back after a broker's death is counted now, and who is gone no more; each new
-            # budget makes the scheduler look again.
-            self._scheduler.frozen_until = 0.0
-            self._tick_at = None
-            self._budget_at = now - BUDGET_SECONDS
+            if 0 < self._scheduler.frozen_until <= now:
+                self._budget_at = now - BUDGET_SECONDS  # who is back after a broker's death is counted now
+            self._handle(Tick(), now)
         if now >= self._budget_at + BUDGET_SECONDS:
             self._budget_at = now
             for name in self._devices:
@@ -247,6 +273,7 @@ class Broker:
                 os.close(fd)
         self._listener.close()
         self._path.unlink(missing_ok=True)
+        os.close(self._spare_fd)
         self._selector.close()
         os.close(self._wake_r)
         os.close(self._wake_w)
@@ -259,18 +286,40 @@ class Broker:
             sock, _ = self._listener.accept()
         except OSError as e:
             log.warning("cannot accept a connection: %s", e)
+            if e.errno in {errno.EMFILE, errno.ENFILE}:
+                self._refuse()
             return
-        pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         sock.setblocking(False)
         peer = Peer(sock=sock, id=self._next_id, pid=pid)
         self._next_id += 1
         self._peers[peer.id] = peer
         self._selector.register(sock, selectors.EVENT_READ, peer.id)
-        if uid not in {os.getuid(), 0}:
-            self._reject(peer, NotAllowed("this broker serves another user. Set PYMUX_RUNTIME_DIR to your own."))
+        if uid not in {os.getuid(), 0} and not self._groups & {gid, *_supplementary_groups(sock)}:
+            self._reject(
+                peer,
+                NotAllowed(
+                    "this broker serves another user. Set PYMUX_RUNTIME_DIR to your own, or have its broker started "
+                    "with --allow-group."
+                ),
+            )
+
+    def _refuse(self) -> None:
+        """Tell who waits at the door that there are no file descriptors left, by means of the spare one."""
+        os.close(self._spare_fd)
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            pass
+        else:
+            text = "the broker has no file descriptors left for more clients. Raise its limit (ulimit -n)."
+            with contextlib.suppress(OSError):
+                sock.send(wire.encode("error", code=wire.ERROR_CODES["NotAllowed"], text=text))
+            sock.close()
+        self._spare_fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
 
     def _read(self, peer: Peer) -> None:
-        for _ in range(64):  # then the others get a turn
+        for _ in range(16):  # then the others get a turn
             try:
                 packet, fds, flags, _ = socket.recv_fds(peer.sock, MAX_REQUEST, wire.MAX_FDS, socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -307,7 +356,8 @@ class Broker:
         self._selector.unregister(peer.sock)
         peer.sock.close()
         for _, fds in peer.outbox:
-            self._devices[peer.device].fds += fds
+            if fds:
+                self._devices[peer.device].fds += fds
         if peer.joined:
             log.info("%s left", peer)
             now = time.monotonic()
@@ -337,12 +387,34 @@ class Broker:
                     want=m["want"],
                     own=m["own"],
                     expected=m["expected_us"] / 1e6,
+                    ran=m["ran_us"] / 1e6,
+                    priority=m["priority"],
+                    overlap=bool(m["flags"] & wire.OVERLAP),
+                    resumes=bool(m["flags"] & wire.RESUMES),
+                    ranks=frozenset(i for i in range(64) if m["ranks"] >> i & 1) if m["ranks"] else frozenset(),
+                    regions=peer.regions,
                     counts=_counts(m),
                 )
+                peer.regions = ""
             case "release":
-                event = Release(client=peer.id, generation=m["generation"], counts=_counts(m))
+                event = Release(client=peer.id, generation=m["generation"], back=m["back_us"] / 1e6, counts=_counts(m))
             case "ready":
-                event = Ready(client=peer.id, generation=m["generation"], want=m["want"], counts=_counts(m))
+                event = Ready(
+                    client=peer.id,
+                    generation=m["generation"],
+                    want=m["want"],
+                    known=m["known"],
+                    counts=_counts(m),
+                )
+            case "ran":
+                event = Ran(client=peer.id, phase=m["phase"], count=m["count"], seconds=m["total_us"] / 1e6)
+            case "names":
+                peer.regions = m["regions"]
+                return
+            case "failed":
+                event = Failed(client=peer.id, generation=m["generation"], text=m["text"], for_good=bool(m["for_good"]))
+            case "pong":
+                event = Pong(client=peer.id)
             case "want":
                 event = Want(client=peer.id, seq=m["seq"], want=m["want"], own=m["own"], counts=_counts(m))
             case "host":
@@ -371,10 +443,14 @@ class Broker:
             peer.observer = True
             self._send(peer, wire.encode("welcome", version=wire.VERSION, client=peer.id))
             return
-        if not m["job"] or not m["client"] or not m["page_size"] or m["rank"] >= m["world"]:
+        controller = bool(m["flags"] & wire.CONTROLLER)
+        if not m["job"] or not m["client"] or not (m["page_size"] or controller) or m["rank"] >= m["world"]:
             raise ProtocolError("a hello without job, name or page size, or with rank >= world")
-        peer.job, peer.name, peer.device = m["job"], m["client"], wire.device_name(m["uuid"])
-        self._add_device(peer.device, m["page_size"])
+        peer.job, peer.name = m["job"], m["client"]
+        if not controller:
+            device = wire.device_name(m["uuid"])
+            self._add_device(device, m["page_size"])
+            peer.device = device
         self._handle(
             Joined(
                 client=peer.id,
@@ -385,16 +461,21 @@ class Broker:
                 page_size=m["page_size"],
                 rank=m["rank"],
                 world=m["world"],
+                joint=bool(m["flags"] & wire.JOINT),
                 held=m["held"],
                 lease_generation=m["lease_generation"],
+                opener=bool(m["flags"] & wire.OPENER),
+                phase=m["phase"],
                 host_pinned=m["host_pinned"],
+                need=m["need"],
+                host_need=m["host_need"],
                 counts=_counts(m),
             ),
             now,
         )
         peer.joined = True
         log.info("%s joined with %d pages", peer, m["held"])
-        budget = self._scheduler.banks[peer.device].budget
+        budget = self._scheduler.banks[peer.device].budget if peer.device else 0
         self._send(
             peer,
             wire.encode("welcome", version=wire.VERSION, client=peer.id, budget=budget, spill_dir=self._spill_dir),
@@ -430,7 +511,7 @@ class Broker:
             if peer := self._peers.get(inquiry.observer):
                 self._send(peer, wire.encode_status_reply(json.dumps(self._describe(now))))
 
-    def _handle(self, event: Event | Budget, now: float) -> None:
+    def _handle(self, event: Event | Budget | Tick, now: float) -> None:
         """Let the scheduler decide, then do what it says."""
         actions = self._scheduler.handle(event, now)
         self._tick_at = self._scheduler.next_deadline(now)
@@ -446,9 +527,31 @@ class Broker:
             return
         match action:
             case Grant(seq=seq, generation=generation):
-                self._send(peer, wire.encode("grant", seq=seq, generation=generation))
-            case Recall(generation=generation):
-                self._send(peer, wire.encode("recall", generation=generation))
+                if action.regions:
+                    self._send(peer, wire.encode("regions", regions=action.regions))
+                self._send(peer, wire.encode("grant", seq=seq, generation=generation, phase=action.phase))
+            case Recall(generation=generation, press=press):
+                self._send(peer, wire.encode("recall", generation=generation, press=int(press)))
+            case Prepare():
+                if action.regions:
+                    self._send(peer, wire.encode("regions", regions=action.regions))
+                self._send(peer, wire.encode("prepare", phase=action.phase))
+            case Active(generation=generation):
+                self._send(peer, wire.encode("active", generation=generation))
+            case Drain(generation=generation):
+                self._send(peer, wire.encode("drain", generation=generation))
+            case Ended(generation=generation):
+                self._send(peer, wire.encode("ended", generation=generation))
+            case Fenced(generation=generation):
+                self._send(peer, wire.encode("fenced", generation=generation))
+            case Ping():
+                self._send(peer, wire.encode("ping"))
+            case Unresponsive(seconds=seconds):
+                log.warning("%s has not answered for %.1f s: its lease goes to others", peer, seconds)
+                if self._rules.kill_unresponsive:
+                    log.warning("%s is killed, as --kill-unresponsive says", peer)
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(peer.pid, signal.SIGKILL)
             case Take(count=count):
                 self._send(peer, wire.encode("take", count=count))
             case Give(count=count):
@@ -461,7 +564,7 @@ class Broker:
             case HostGrant(granted=granted, exhausted=exhausted):
                 self._send(peer, wire.encode("host_grant", granted=granted, exhausted=int(exhausted)))
             case Deny():
-                code = wire.ERROR_CODES["CapacityError" if action.capacity else "DeviceOutOfMemory"]
+                code = wire.ERROR_CODES[action.error]
                 self._send(
                     peer,
                     wire.encode(
@@ -571,12 +674,30 @@ def check_spill_dir(path: Path) -> None:
         raise ConfigError(f"{path} is not a directory that this user can write to. Make one, or leave --spill-dir out.")
 
 
-def _private_directory(path: Path) -> None:
+def _supplementary_groups(sock: socket.socket) -> list[int]:
+    """The groups of the process at the other end, beside its own."""
+    try:
+        packed = sock.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 1024)
+    except OSError:
+        return []
+    return [gid for (gid,) in struct.iter_unpack("I", packed)]
+
+
+def _open_to_groups(directory: Path, path: Path, groups: frozenset[int]) -> None:
+    """Let other users' processes reach the socket; which of them may stay, their credentials say."""
+    group = next(iter(groups))
+    wide = len(groups) > 1  # a file has one group; for more, the door is open and each is asked at it
+    for at, mode in ((directory, 0o711 if wide else 0o710), (path, 0o666 if wide else 0o660)):
+        os.chown(at, -1, group)
+        at.chmod(mode)
+
+
+def _private_directory(path: Path, groups: frozenset[int]) -> None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = path.stat()
     if info.st_uid != os.getuid():
         raise NotAllowed(f"{path} belongs to another user. Set PYMUX_RUNTIME_DIR to a directory of your own.")
-    if info.st_mode & 0o077:
+    if info.st_mode & (0o022 if groups else 0o077):
         raise NotAllowed(f"{path} is open to others. Run 'chmod 700 {path}', or set PYMUX_RUNTIME_DIR.")
 
 
@@ -587,6 +708,7 @@ def serve(
     capacity: int,
     host_budget: int,
     spill_dir: Path | None,
+    rules: Rules,
     linger: float | None,
 ) -> None:
     """Run a broker in this process until it is told to stop; arguments as `Broker`'s.
@@ -607,6 +729,7 @@ def serve(
         capacity=capacity,
         host_budget=host_budget,
         spill_dir=spill_dir,
+        rules=rules,
         linger=linger,
     )
     for sig in (signal.SIGTERM, signal.SIGINT):

@@ -47,6 +47,19 @@ def main() -> None:
     default=None,
     help="Directory on a fast disk for what the host budget has no room for.",
 )
+@click.option(
+    "--config",
+    "config_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=None,
+    help="TOML file with the policy and what jobs may have; default $PYMUX_BROKER_CONFIG.",
+)
+@click.option("--policy", default=None, help="fifo, fair, priority or srpt.")
+@click.option("--max-wait", type=float, default=None, help="Seconds of waiting after which nobody is overtaken.")
+@click.option("--job", "jobs", multiple=True, help="NAME:weight=2,priority=-1,device=20G,host=64G; may be repeated.")
+@click.option("--unresponsive-after", type=float, default=None, help="Seconds of silence until others get the lease.")
+@click.option("--kill-unresponsive", is_flag=True, help="Also kill a process that is silent for so long.")
+@click.option("--allow-group", "groups", multiple=True, help="Unix group whose members may connect, too.")
 @click.option("--background", is_flag=True, help="Return at once and serve in the background, logging to a file.")
 @click.option("--driver", default=None, help="Path of the driver library whose NVML to ask.")
 @click.option("--stop", is_flag=True, help="Stop the broker that runs.")
@@ -56,13 +69,22 @@ def broker(
     linger: float,
     host_budget: str | None,
     spill_dir: Path | None,
+    config_path: Path | None,
+    policy: str | None,
+    max_wait: float | None,
+    jobs: tuple[str, ...],
+    unresponsive_after: float | None,
+    kill_unresponsive: bool,
+    groups: tuple[str, ...],
     background: bool,
     driver: str | None,
     stop: bool,
     verbose: bool,
 ) -> None:
     """Run this node's broker. Jobs start one by themselves when none runs."""
-    from pymux import _core
+    from dataclasses import replace
+
+    from pymux import _core, rules
     from pymux.broker import AlreadyRunning, serve
 
     settings = config.load()
@@ -71,6 +93,17 @@ def broker(
         os.kill(pid, signal.SIGTERM)
         click.echo(f"told broker {pid} to stop")
         return
+    path = config_path or settings.broker_config
+    said = {
+        "policy": policy,
+        "max_wait": max_wait,
+        "unresponsive_after": unresponsive_after,
+        "kill_unresponsive": kill_unresponsive or None,
+        "allow_groups": groups or None,
+    }
+    decided = rules.load(path) if path else rules.Rules()
+    decided = replace(decided, **{k: v for k, v in said.items() if v is not None})  # type: ignore[arg-type]
+    decided = rules.with_jobs(decided, jobs)
     if background:
         if os.fork():
             os._exit(0)  # the starter waits for this process; the broker goes on in the child
@@ -88,6 +121,7 @@ def broker(
             capacity=settings.capacity,
             host_budget=config.parse_size(host_budget) if host_budget else settings.host_budget,
             spill_dir=spill_dir or settings.spill_dir,
+            rules=decided,
             linger=linger or None,
         )
     except AlreadyRunning:
@@ -114,20 +148,18 @@ def status(*, as_json: bool) -> None:
     console = Console()
     for d in data["devices"]:
         mib = d["page_size"] / 2**20
-        lease = d["lease"]
-        holder = (
-            f"{lease['job']} in {lease['phase'] or '?'} ({lease['state']}, {lease['seconds']:.1f} s)"
-            if lease
-            else "nobody"
+        holder = ", ".join(
+            f"{x['job']} in {x['phase'] or '?'} ({x['state']}, {x['seconds']:.1f} s)" for x in d["leases"]
         )
         console.print(f"[bold]{d['uuid']}[/bold]  {d['budget_pages'] * mib:.0f} MiB for regions, "
-                      f"{d['free_pages'] * mib:.0f} free  held by {holder}")  # fmt: skip
+                      f"{d['free_pages'] * mib:.0f} free  held by {holder or 'nobody'}")  # fmt: skip
         clients = [c for c in data["clients"] if c["device"] == d["uuid"]]
         table = Table("job", "process", "pid", "MiB", "wants", "discardable", "clean", "dirty", "host", title="MiB")
         for c in clients:
             cells = [c[k] * mib for k in ("pages_held", "pages_wanted", "discardable", "clean", "dirty")]
             cells.append(c["host_bytes"] / 2**20)
-            table.add_row(c["job"], c["name"], str(c["pid"]), *(f"{x:.0f}" for x in cells))
+            pid = str(c["pid"]) if c["responsive"] else f"{c['pid']} (silent)"
+            table.add_row(c["job"], c["name"], pid, *(f"{x:.0f}" for x in cells))
         console.print(table)
         columns = ("resident", "clean", "dirty", "evicted", "spilled", "lost", "copied_out", "copied_in", "avoided")
         table = Table("job", "process", "region", *(x.replace("_", " ") for x in columns), title="regions, MiB")
@@ -139,6 +171,11 @@ def status(*, as_json: bool) -> None:
             console.print(table)
     for i, r in enumerate(data["queue"], 1):
         console.print(f"{i}. {r['job']} waits for {r['phase']}, {r['seconds']:.1f} s")
+    if data["jobs"]:
+        table = Table("job", "weight", "priority", "slowdown", title=f"jobs, policy {data['policy']}")
+        for j in data["jobs"]:
+            table.add_row(j["name"], f"{j['weight']:g}", str(j["priority"]), f"{j['slowdown']:.2f}")
+        console.print(table)
     host = data["host"]
     spill = f", then {data['spill_dir']}" if data["spill_dir"] else ""
     console.print(

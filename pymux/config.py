@@ -60,6 +60,8 @@ class Settings:
             broker; 0: four fifths of it.
         spill_dir: ``PYMUX_SPILL_DIR``: directory for what the host has no memory for, for the broker;
             None: nowhere.
+        broker_config: ``PYMUX_BROKER_CONFIG``: TOML file with the policy and what jobs may have, for the broker;
+            None: as it is built in.
         pass_pages: ``PYMUX_PASS_PAGES``: hand physical pages over instead of freeing and creating.
         check: ``PYMUX_CHECK``: raise RegionNotResident before a tensor is touched without a lease.
         expandable_segments: whether torch's settings ask for them, which regions cannot hold.
@@ -71,6 +73,7 @@ class Settings:
     capacity: int
     host_budget: int
     spill_dir: Path | None
+    broker_config: Path | None
     pass_pages: bool
     check: bool
     expandable_segments: bool
@@ -101,6 +104,7 @@ def load() -> Settings:
         capacity=_size("PYMUX_CAPACITY"),
         host_budget=_size("PYMUX_HOST_BUDGET"),
         spill_dir=Path(spill) if (spill := os.environ.get("PYMUX_SPILL_DIR")) else None,
+        broker_config=Path(rules) if (rules := os.environ.get("PYMUX_BROKER_CONFIG")) else None,
         pass_pages=_flag("PYMUX_PASS_PAGES", default=True),
         check=_flag("PYMUX_CHECK", default=False),
         expandable_segments=any(

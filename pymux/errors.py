@@ -86,6 +86,14 @@ class LeaseError(PymuxError):
     """A call needs a lease that is not there, or is there already."""
 
 
+class MemberLost(LeaseError):
+    """A process of the group is gone; the group's phases need all of them."""
+
+
+class LeaseFenced(LeaseError):
+    """This process was stopped for so long that others got its device. Leave the phase and enter it again."""
+
+
 class AcquireTimeout(LeaseError, TimeoutError):
     """The device was not granted in the given time."""
 

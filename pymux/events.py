@@ -27,7 +27,12 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Joined(Event):
-    """A process connected. A reconnecting one brings the pages and the lease that it holds."""
+    """A process connected. A reconnecting one brings the pages and the lease that it holds.
+
+    ``world``: members of its group that have a device; ``joint``: there may be others in it. ``device``: empty for
+    a controller, which has no device memory. ``opener``: it opened the phase of its
+    lease. ``need``, ``host_need``: bytes of device and host memory that it will need at most; 0: unknown.
+    """
 
     job: str
     name: str
@@ -36,9 +41,14 @@ class Joined(Event):
     page_size: int
     rank: int = 0
     world: int = 1
+    joint: bool = False
     held: int = 0
     lease_generation: int = 0
+    opener: bool = True
+    phase: str = ""
     host_pinned: int = 0
+    need: int = 0
+    host_need: int = 0
     counts: Counts = field(default_factory=Counts)
 
 
@@ -49,13 +59,24 @@ class Left(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Acquire(Event):
-    """A group wants its devices. ``want``: pages its client must hold; ``own``: held and unneeded."""
+    """A group wants its devices.
+
+    ``want``: pages its client must hold; ``own``: held and unneeded. ``expected``: seconds of the whole phase,
+    0: as learnt; ``ran``: seconds of it that are done. ``resumes``: after a yield or a loan. ``ranks``: of the
+    members whose devices are wanted; empty: all. ``regions``: what the members must have there.
+    """
 
     seq: int
     phase: str
     want: int
     own: int = 0
     expected: float = 0.0
+    ran: float = 0.0
+    priority: int = 0
+    overlap: bool = False
+    resumes: bool = False
+    ranks: frozenset[int] = frozenset()
+    regions: str = ""
     counts: Counts = field(default_factory=Counts)
 
 
@@ -68,10 +89,37 @@ class Cancel(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release(Event):
-    """The lease of this generation is given back."""
+    """The client's part of this generation's lease is over, and its device drained.
+
+    ``back``: seconds until it wants the device again, in the middle of its phase; 0: no loan.
+    """
 
     generation: int
+    back: float = 0.0
     counts: Counts = field(default_factory=Counts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failed(Event):
+    """A member cannot make its regions resident. ``for_good``: trying again is no use."""
+
+    generation: int
+    text: str
+    for_good: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ran(Event):
+    """Phases of this name have ended: how many, and how many seconds they took in all."""
+
+    phase: str
+    count: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pong(Event):
+    """The client answers a Ping: its agent runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,11 +127,13 @@ class Ready(Event):
     """The body of the phase runs.
 
     ``counts``: what the client could give away meanwhile; ``want``: pages that it must hold for the
-    regions that are still to come. Sent again when these change.
+    regions that are still to come; ``known``: a bit for each region of the request that it has. Sent again when
+    these change.
     """
 
     generation: int
     want: int = 0
+    known: int = 0
     counts: Counts = field(default_factory=Counts)
 
 
@@ -137,17 +187,71 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grant(Action):
-    """The lease is the client's group's."""
+    """The lease is the client's group's; ``seq`` is 0 for a member that did not ask."""
 
     seq: int
+    generation: int
+    phase: str = ""
+    regions: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepare(Action):
+    """Another member asked for this phase: fetch its regions as pages come."""
+
+    phase: str
+    regions: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Active(Action):
+    """All members of the group have acknowledged: the body may run."""
+
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drain(Action):
+    """The phase is over, or the grant is undone: wait for the device, then release. 0: it was only prepared."""
+
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended(Action):
+    """All members have drained their devices."""
+
     generation: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recall(Action):
-    """Somebody waits: return the lease at the end of the phase, or now if it is parked."""
+    """Somebody waits: return the lease at the end of the phase, or now if it is parked.
+
+    ``press``: at the next yield point.
+    """
 
     generation: int
+    press: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ping(Action):
+    """Answer, so that it is known that you run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fenced(Action):
+    """The client did not answer for too long; its lease of this generation went to others."""
+
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unresponsive(Action):
+    """For the broker: the client has not answered for so many seconds."""
+
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,10 +278,10 @@ class HostGrant(Action):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deny(Action):
-    """The request cannot be met. ``capacity``: it never can."""
+    """The request cannot be met, because of an error of pymux.errors by this name."""
 
     seq: int
     need: int
     budget: int
-    capacity: bool
+    error: str
     text: str

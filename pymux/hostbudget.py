@@ -19,6 +19,8 @@ class HostAccount:
     granted: int = 0
     want: int = 0
     urgent: bool = False  # a swap-out waits for the answer
+    job: str = ""
+    limit: int = 0  # of all the job's clients; 0: none
 
 
 class HostBudget:
@@ -37,9 +39,9 @@ class HostBudget:
         """Bytes that nobody was granted; negative after a smaller budget took over."""
         return self.budget - sum(a.granted for a in self.accounts.values())
 
-    def open(self, client: int, pinned: int) -> None:
-        """Count a client in, with what it has pinned."""
-        self.accounts[client] = HostAccount(granted=pinned, want=pinned)
+    def open(self, client: int, pinned: int, job: tuple[str, int] = ("", 0)) -> None:
+        """Count a client in, with what it has pinned, its job, and the bytes that its job may have (0: any)."""
+        self.accounts[client] = HostAccount(granted=pinned, want=pinned, job=job[0], limit=job[1])
 
     def close(self, client: int) -> None:
         """Count a client out; what it had is free."""
@@ -50,6 +52,11 @@ class HostBudget:
         account = self.accounts[client]
         account.want, account.urgent = want, urgent
         account.granted = min(account.granted, want)
+
+    def _room(self, account: HostAccount) -> int:
+        if not account.limit:
+            return self.free
+        return min(self.free, account.limit - sum(a.granted for a in self.accounts.values() if a.job == account.job))
 
     def plan(self, sharing: Container[int]) -> list[HostGrant]:
         """Grant what there is.
@@ -62,7 +69,7 @@ class HostBudget:
         waiting = sorted(self.accounts.items(), key=lambda item: not item[1].urgent)
         for client, account in waiting:
             lacking = account.want - account.granted
-            give = max(0, min(lacking, self.free)) if account.urgent or client in sharing else 0
+            give = max(0, min(lacking, self._room(account))) if account.urgent or client in sharing else 0
             if give or account.urgent:
                 account.granted += give
                 account.urgent = False

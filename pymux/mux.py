@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ContextDecorator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
@@ -25,6 +26,9 @@ Swap = Literal["demand", "snapshot"]
 Track = Literal["phases", "fingerprint"]
 
 _TRACE_LENGTH = 65536  # spans that a Mux remembers
+_MAX_NAMES = 1023  # bytes; the message to the members has room for so many
+_MAX_REGIONS = 64  # a bit each, by which members say what they have
+_SUMS = ("pages_held", "pages_spare", "host_pinned_bytes", "host_used_bytes", "host_granted_bytes")
 
 
 def connect(
@@ -32,16 +36,35 @@ def connect(
     *,
     name: str = "main",
     device: int = 0,
+    devices: Sequence[int] | None = None,
+    group: str | None = None,
+    rank: int = 0,
+    world: int = 1,
+    controller: bool = False,
+    device_memory: int | str = 0,
+    host_memory: int | str = 0,
     swap: Swap = "demand",
     start_broker: bool = True,
     connect_timeout: float = 10.0,
 ) -> Mux:
     """Join this node's broker, starting it if none answers.
 
+    Processes of a job that hold their devices together form a group: the ranks of a trainer, the workers of an
+    inference engine. Its members open the same phases in the same order, or leave that to one of them, or to a
+    controller. A phase begins when all members' regions are resident, and ends when all have drained their devices.
+
     Args:
         job: name of the run, the same in all its processes; at most 63 bytes of UTF-8.
-        name: name of this process within the job; at most 63 bytes.
+        name: name of this process within the job; at most 63 bytes. In a group: default the group's and the rank.
         device: ordinal of the CUDA device, as the driver counts them.
+        devices: ordinals of several devices that this one process uses; phases get all of them, or none.
+        group: name of the group that this process is a member of; at most 63 bytes.
+        rank: of this process in the group, from 0.
+        world: how many members with a device the group has.
+        controller: whether this process has no device memory, and only opens phases of its `group`.
+        device_memory: the most that a phase of this process will need on the device, in bytes or such as ``"20G"``;
+            0: unknown. What can never fit is refused here instead of later.
+        host_memory: the same of pinned host memory, for all that this process may have swapped out.
         swap: ``"demand"`` moves only the pages that must move. ``"snapshot"`` swaps everything out
             at every yield, as whole-process checkpoints do; it is there to compare with.
         start_broker: start a broker when none answers.
@@ -51,38 +74,67 @@ def connect(
         The connection; close it, use it as a context manager, or leave it to the process's end.
 
     Raises:
+        CapacityError: `device_memory` is more than the device has, or the job may have.
         ConfigError: a name or a setting is not usable.
+        HostOutOfMemory: `host_memory` is more than the node has for this, or the job may have.
         DriverError: no usable driver or device.
         BrokerLost: no broker answers and none could be started.
         ClientExists: this job has a process of this name already.
         VersionMismatch: the broker is of another version.
     """
-    for what, value in (("job", job), ("name", name)):
+    if group is not None:
+        name = f"{group}.controller" if controller and name == "main" else name if name != "main" else f"{group}.{rank}"
+    for what, value in (("job", job), ("name", name), ("group", name if group is None else group)):
         if not value or len(value.encode()) > 63 or "\0" in value:
             raise ConfigError(f"{what}={value!r}: give a name of 1 to 63 bytes.")
     if swap not in {"demand", "snapshot"}:
         raise ConfigError(f"swap={swap!r}: use 'demand' or 'snapshot'.")
+    if devices is not None and (group is not None or not devices or len(set(devices)) < len(devices)):
+        raise ConfigError(f"devices={list(devices)!r}: give different ordinals, and no group= beside them.")
+    if controller and group is None:
+        raise ConfigError("controller=True: say of which group=.")
+    if not 0 <= rank < world or (devices and world > 1):
+        raise ConfigError(f"rank={rank}, world={world}: ranks count from 0 to world - 1, and need a group=.")
+    if group is None and world > 1:
+        raise ConfigError(f"world={world}: say of which group=.")
     settings = config.load()
     driver = _core.load_driver(settings.driver)
-    duplex = calibrate.link(device, settings.runtime_dir)["duplex"]
     spawn = [sys.executable, "-m", "pymux.cli", "broker", "--background", "--driver", driver]
-    agent = _core.Agent(
-        socket=str(settings.socket),
-        spawn=spawn if start_broker else [],
-        job=job,
-        client=name,
-        group=name,
-        rank=0,
-        world=1,
-        device=device,
-        page_size=settings.page_size,
-        pass_pages=settings.pass_pages,
-        snapshot=swap == "snapshot",
-        duplex=duplex,
-        poison=settings.check,
-        connect_timeout=connect_timeout,
-    )
-    return Mux(agent, job=job, name=name, ordinal=device, check=settings.check)
+    ordinals = list(devices) if devices else [device]
+    agents: list[_core.Agent] = []
+    try:
+        for i, ordinal in enumerate(ordinals):
+            agents.append(
+                _core.Agent(
+                    socket=str(settings.socket),
+                    spawn=spawn if start_broker else [],
+                    job=job,
+                    client=f"{name}.{ordinal}" if devices else name,
+                    group=group or name,
+                    rank=i if devices else rank,
+                    world=len(devices) if devices else world,
+                    joint=bool(devices or group),
+                    device=ordinal,
+                    controller=controller,
+                    page_size=settings.page_size,
+                    need=_bytes(device_memory),
+                    host_need=_bytes(host_memory),
+                    pass_pages=settings.pass_pages,
+                    snapshot=swap == "snapshot",
+                    duplex=controller or calibrate.link(ordinal, settings.runtime_dir)["duplex"],
+                    poison=settings.check,
+                    connect_timeout=connect_timeout,
+                )
+            )
+    except BaseException:
+        for agent in agents:
+            agent.close()
+        raise
+    return Mux(agents, job=job, name=name, ordinals=ordinals, joint=bool(devices or group), check=settings.check)
+
+
+def _bytes(size: int | str) -> int:
+    return config.parse_size(size) if isinstance(size, str) else size
 
 
 class Mux:
@@ -91,14 +143,25 @@ class Mux:
     Attributes:
         job: name of the run.
         name: name of this process.
-        ordinal: of the CUDA device.
+        ordinals: of the CUDA devices.
     """
 
-    def __init__(self, agent: _core.Agent, *, job: str, name: str, ordinal: int, check: bool = False) -> None:
+    def __init__(
+        self,
+        agents: Sequence[_core.Agent],
+        *,
+        job: str,
+        name: str,
+        ordinals: Sequence[int],
+        joint: bool = False,
+        check: bool = False,
+    ) -> None:
         self.job = job
         self.name = name
-        self.ordinal = ordinal
-        self._agent = agent
+        self.ordinals = list(ordinals)
+        self._agents = list(agents)
+        self._agent = self._agents[0]
+        self._joint = joint
         self._regions: dict[str, Region] = {}
         self._spans: deque[tuple[str, str, float, float]] = deque(maxlen=_TRACE_LENGTH)
         self._torch: Any = None
@@ -120,12 +183,19 @@ class Mux:
     # ---- regions -------------------------------------------------------------------------------
 
     def region(
-        self, name: str, *, on_evict: OnEvict | None = None, frozen: bool | None = None, track: Track | None = None
+        self,
+        name: str,
+        *,
+        device: int | None = None,
+        on_evict: OnEvict | None = None,
+        frozen: bool | None = None,
+        track: Track | None = None,
     ) -> Region:
         """Return the region of this name, creating it the first time; later calls may leave its options out.
 
         Args:
-            name: any text; ``"weights"``, ``"optimizer"`` and ``"kv_cache"`` are usual.
+            name: any text of one line; ``"weights"``, ``"optimizer"`` and ``"kv_cache"`` are usual.
+            device: ordinal of the device that it is on; default the first.
             on_evict: ``"keep"`` (default): contents survive an eviction, in pinned host memory.
                 ``"discard"``: pages are given away as they are, and contents are lost.
             frozen: True: only ``with mux.region(...)`` blocks and `adopt` write it, such as a base model's
@@ -139,14 +209,19 @@ class Mux:
             RegionError: it exists with other options.
         """
         region = self._regions.get(name)
+        if device is not None and device not in self.ordinals:
+            raise RegionError(f"device={device!r}: this process uses {self.ordinals}.")
         if region is None:
+            if not name or "\n" in name:
+                raise RegionError(f"region {name!r}: give a name of one line.")
             if on_evict not in {None, "keep", "discard"}:
                 raise RegionError(f"on_evict={on_evict!r}: use 'keep' or 'discard'.")
             if track not in {None, "phases", "fingerprint"}:
                 raise RegionError(f"track={track!r}: use 'phases' or 'fingerprint'.")
-            core = self._agent.create_region(name, on_evict != "discard", track == "fingerprint")
-            region = self._regions[name] = Region(self, core, frozen=bool(frozen))
-        for option, asked in (("on_evict", on_evict), ("frozen", frozen), ("track", track)):
+            at = 0 if device is None else self.ordinals.index(device)
+            core = self._agents[at].create_region(name, on_evict != "discard", track == "fingerprint", bool(frozen))
+            region = self._regions[name] = Region(self, core, at, frozen=bool(frozen))
+        for option, asked in (("on_evict", on_evict), ("frozen", frozen), ("track", track), ("device", device)):
             if asked is not None and getattr(region, option) != asked:
                 raise RegionError(f"region {name!r} exists with {option}={getattr(region, option)!r}, not {asked!r}.")
         return region
@@ -218,7 +293,10 @@ class Mux:
             LeaseError: a phase is open.
             UnknownRegion: there is none of this name.
         """
-        return self._agent.evict(None if region is None else self._lookup([region])[0])
+        if region is not None:
+            (core,) = self._lookup([region])
+            return self._regions[region].agent.evict(core)
+        return sum(agent.evict(None) for agent in self._agents)
 
     # ---- phases --------------------------------------------------------------------------------
 
@@ -231,6 +309,9 @@ class Mux:
         lazy: Iterable[str] = (),
         expect: float = 0.0,
         timeout: float | None = None,
+        priority: int = 0,
+        overlap: bool = False,
+        devices: Iterable[int] | None = None,
     ) -> Phase:
         """A stretch of device work; a context manager, or a decorator.
 
@@ -239,28 +320,44 @@ class Mux:
 
         Args:
             name: such as ``"rollout"`` or ``"train"``.
-            uses: names of the regions that must be resident; default all.
+            uses: names of the regions that must be resident, in any process of the group; default all.
             writes: those whose contents may change; default all that are used and not frozen. A region not
                 written moves out without a copy when the host has its contents already.
             lazy: regions (of `uses`, or beside them) that come in behind the body, in the order named;
                 `Lease.require` waits for one.
-            expect: expected seconds, for the scheduler.
+            expect: expected seconds, for the scheduler; 0: as earlier phases of this name took.
             timeout: seconds to wait for the device; None waits as long as it takes.
+            priority: as CUDA counts: smaller is more urgent, 0 usual. The body's torch work runs on a stream of
+                this priority (0 for those above), and the broker's policy ``priority`` goes by it.
+            overlap: whether the phase may run beside a more urgent one when both fit, instead of waiting for it.
+            devices: ordinals of the devices that it needs, of a Mux with several; default all.
         """
+        if not isinstance(priority, int):
+            raise ConfigError(f"priority={priority!r}: give an integer; smaller is more urgent.")
+        if not expect >= 0:
+            raise ConfigError(f"expect={expect!r}: give seconds.")
+        on = self.ordinals if devices is None else list(devices)
+        if not on or not set(on) <= set(self.ordinals):
+            raise ConfigError(f"devices={on!r}: this process uses {self.ordinals}.")
         return Phase(
             self,
-            name,
-            uses=None if uses is None else tuple(uses),
-            writes=None if writes is None else tuple(writes),
-            lazy=tuple(lazy),
-            expect=expect,
-            timeout=timeout,
+            PhaseOptions(
+                name=name,
+                uses=None if uses is None else tuple(uses),
+                writes=None if writes is None else tuple(writes),
+                lazy=tuple(lazy),
+                expect=expect,
+                timeout=timeout,
+                priority=priority,
+                overlap=overlap,
+                devices=tuple(on),
+            ),
         )
 
     @property
     def active(self) -> bool:
-        """Whether a phase is open."""
-        return self._agent.active
+        """Whether a phase is open, here or in another process of the group."""
+        return any(agent.active for agent in self._agents)
 
     def filling(self, region: str) -> bool:
         """Whether a block or an adopt() of this region is open, which may write it though it is frozen."""
@@ -270,6 +367,11 @@ class Mux:
         """Say why a region must not be touched now, and what to do; None where it may be."""
         p = self._open
         if p is None:
+            used = self._regions[region].agent.remote_uses
+            if used is not None:
+                if region in used:
+                    return None
+                return "which the phase that another process of the group has open does not use. Name it in uses=."
             return (
                 "outside a phase, when its pages may be away. Do it inside 'with mux.phase(...)', or read the tensor "
                 "with mux.to_host(tensor)."
@@ -278,14 +380,14 @@ class Mux:
             return None
         if region in p.done:
             return f"after lease.done_with({region!r}), which gave its pages away. Say so later in phase {p.name!r}."
-        if region in p.lazy:
+        if region in p.options.lazy:
             return f"before lease.require({region!r}): phase {p.name!r} has it in lazy=, and it may be on its way."
         return f"which phase {p.name!r} does not use, so that its pages may be away. Name it in uses=."
 
     @property
     def recalled(self) -> bool:
         """Whether somebody waits for the device that this process holds."""
-        return self._agent.recalled
+        return any(agent.recalled for agent in self._agents)
 
     @property
     def outside_bytes(self) -> int:
@@ -311,15 +413,21 @@ class Mux:
         """Pages, bytes and counts of this process, as plain data.
 
         Returns:
-            ``phase`` (idle, waiting, active, parked), ``generation``, page counts, host bytes, and
+            ``phase`` (idle, waiting, active, parked, leaving), ``generation``, page counts, host bytes, and
             under ``regions`` for each, in bytes: live (allocated); resident, of these clean and dirty;
             evicted, of these spilled to disk; discarded; lost (discarded ever); swapped out, of these
             written back in the background; swapped in, of these prefetched before the lease and streamed
             behind the body; avoided, and why: the copy was current (clean), the fingerprint had not
             changed (unchanged), no block was there (free), `Region.set_live` left it out (not_live), or
-            contents need not survive (discarded).
+            contents need not survive (discarded). With several devices: counts and bytes of all of them, the rest
+            of the first.
         """
-        return {"job": self.job, "name": self.name, **self._agent.stats()}
+        first, *others = [agent.stats() for agent in self._agents]
+        for stats in others:
+            first["regions"].update(stats["regions"])
+            for key in _SUMS:
+                first[key] += stats[key]
+        return {"job": self.job, "name": self.name, **first}
 
     def trace(self) -> dict[str, list[dict[str, Any]]]:
         """What happened when: phases, waits and swaps in seconds of CLOCK_MONOTONIC."""
@@ -332,13 +440,14 @@ class Mux:
                 "end": s.end,
                 "bytes": s.bytes,
             }
-            for s in self._agent.spans()
+            for agent in self._agents
+            for s in agent.spans()
         ]
         return {"spans": spans, "swaps": swaps}
 
     def trim_host(self) -> int:
         """Unpin host memory, and shorten the spill file, where no pages are; returns the bytes released."""
-        return self._agent.trim_host()
+        return sum(agent.trim_host() for agent in self._agents)
 
     def close(self) -> None:
         """Give lease and pages back. Contents of the regions are gone. Idempotent."""
@@ -348,7 +457,8 @@ class Mux:
         if self._check is not None:
             check, self._check = self._check, None
             check.__exit__(None, None, None)
-        self._agent.close()
+        for agent in self._agents:
+            agent.close()
 
     def __enter__(self) -> Mux:
         return self
@@ -357,7 +467,7 @@ class Mux:
         self.close()
 
     def __repr__(self) -> str:
-        s = self._agent.stats()
+        s = self.stats()
         mib = s["pages_held"] * s["page_size"] / 2**20
         return f"<Mux {self.job}/{self.name}: {s['phase']}, {mib:.0f} MiB on the device, regions {list(self._regions)}>"
 
@@ -372,34 +482,67 @@ class Mux:
             )
         return [self._regions[n].core for n in names]
 
-    def _enter(self, p: Phase) -> None:
-        eager = [n for n in (self._regions if p.uses is None else p.uses) if n not in p.lazy]
-        uses, lazy = self._lookup(eager), self._lookup(p.lazy)
-        written = [*eager, *p.lazy] if p.writes is None else p.writes
-        self._lookup(written)
-        frozen = [n for n in written if self._regions[n].frozen and n not in self._filling]
-        if frozen and p.writes is not None:
+    def _enter(self, p: Phase, *, resumes: bool = False) -> None:
+        o = p.options
+        on = [self.ordinals.index(d) for d in o.devices]
+        here = [n for n, r in self._regions.items() if r.at in on]
+        eager = [n for n in (here if o.uses is None else o.uses) if n not in o.lazy]
+        written = [*eager, *o.lazy] if o.writes is None else o.writes
+        if not self._joint:
+            self._lookup([*eager, *o.lazy, *written])  # in a group others may have them
+        frozen = [n for n in written if n in self._regions and self._regions[n].frozen and n not in self._filling]
+        if frozen and o.writes is not None:
             raise FrozenRegion(
-                f"phase {p.name!r} names region {frozen[0]!r} in writes=, and the region is frozen. Leave it out, or "
+                f"phase {o.name!r} names region {frozen[0]!r} in writes=, and the region is frozen. Leave it out, or "
                 f"create the region without frozen=True."
             )
-        writes = self._lookup([n for n in written if n not in frozen])
-        begin = time.monotonic()
-        self._agent.acquire(p.name, uses, lazy, writes, p.expect, -1.0 if p.timeout is None else p.timeout)
-        p.entered = time.monotonic()
-        p.resident, p.done = set(eager), set()
-        self._open = p
-        self._spans.append(("wait", p.name, begin, p.entered))
+        opener = self._agents[on[0]]
 
-    def _leave(self, p: Phase) -> None:
+        def mine(names: Iterable[str]) -> list[_core.Region]:
+            found = [self._regions[n] for n in names if n in self._regions]
+            return [r.core for r in found if r.agent is opener]
+
+        begin = time.monotonic()
+        opener.acquire(
+            phase=o.name,
+            uses=mine(eager),
+            lazy=mine(o.lazy),
+            writes=mine(n for n in written if n not in frozen),
+            regions=o.for_members() if self._joint else "",
+            expected=o.expect,
+            timeout=-1.0 if o.timeout is None else o.timeout,
+            priority=o.priority,
+            overlap=o.overlap,
+            resumes=resumes,
+            ranks=0 if len(on) == len(self._agents) else sum(1 << i for i in on),
+        )
+        p.opener, p.entered = opener, time.monotonic()
+        p.resident, p.done = {n for n in eager if n in self._regions}, set()
+        self._open = p
+        self._spans.append(("wait", o.name, begin, p.entered))
+        if o.priority:
+            p.stream = self._torch_stream(o.priority)
+            p.stream.__enter__()
+
+    def _leave(self, p: Phase, *, end: bool = True, back: float = 0.0) -> None:
+        if p.stream is not None:
+            stream, p.stream = p.stream, None
+            stream.__exit__(None, None, None)
         if self._torch is not None:
             self._torch.before_leave()
         ended = time.monotonic()
         self._open = None
         try:
-            self._agent.leave()
+            p.opener.leave(end, back)
         finally:
             self._spans.append(("phase", p.name, p.entered, ended))
+
+    def _torch_stream(self, priority: int) -> contextlib.AbstractContextManager[Any]:
+        """A stream for a phase's body; without torch there is nothing that would run on it."""
+        if "torch" not in sys.modules:
+            return contextlib.nullcontext()
+        stream: contextlib.AbstractContextManager[Any] = self._torch_integration().stream(priority)
+        return stream
 
     def _torch_integration(self) -> Any:
         if self._torch is None:
@@ -415,54 +558,72 @@ class Mux:
         """Be inside a phase that may write `region`: the open one, or one of our own."""
         self._filling.append(region)
         try:
-            if self._open is None:
-                with self.phase(f"{what} {region}", uses=(region,)):
+            r = self._regions[region]
+            if self._open is None and r.agent.remote_uses is None:
+                with self.phase(f"{what} {region}", uses=(region,), devices=(self.ordinals[r.at],)):
                     yield
             else:
-                (core,) = self._lookup([region])
-                self._agent.require(core)
-                self._agent.touch(core)
-                self._open.resident.add(region)
+                r.agent.require(r.core)
+                r.agent.touch(r.core)
+                if self._open is not None:
+                    self._open.resident.add(region)
                 yield
         finally:
             self._filling.remove(region)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseOptions:
+    """What `Mux.phase` was told."""
+
+    name: str
+    uses: tuple[str, ...] | None
+    writes: tuple[str, ...] | None
+    lazy: tuple[str, ...]
+    expect: float
+    timeout: float | None
+    priority: int
+    overlap: bool
+    devices: tuple[int, ...]
+
+    def for_members(self) -> str:
+        """The regions, as the group's other members are told (csrc/wire.h, Names).
+
+        Raises:
+            ConfigError: the names are too long.
+        """
+        used = ["U"] if self.uses is None else [f"u{n}" for n in self.uses if n not in self.lazy]
+        written = ["W"] if self.writes is None else [f"w{n}" for n in self.writes]
+        text = "\n".join([*used, *(f"l{n}" for n in self.lazy), *written])
+        names = {*(self.uses or ()), *(self.writes or ()), *self.lazy}
+        if len(text.encode()) > _MAX_NAMES or len(names) > _MAX_REGIONS:
+            raise ConfigError(
+                f"phase {self.name!r} names {len(names)} regions in {len(text.encode())} bytes; a group's phase has "
+                f"room for {_MAX_REGIONS} and {_MAX_NAMES}. Use fewer, shorter names."
+            )
+        return text
+
+
 class Phase(ContextDecorator):
     """A phase of a Mux; see `Mux.phase`."""
 
-    def __init__(
-        self,
-        mux: Mux,
-        name: str,
-        *,
-        uses: tuple[str, ...] | None,
-        writes: tuple[str, ...] | None,
-        lazy: tuple[str, ...],
-        expect: float,
-        timeout: float | None,
-    ) -> None:
+    opener: _core.Agent
+
+    def __init__(self, mux: Mux, options: PhaseOptions) -> None:
         self.mux = mux
-        self.name = name
-        self.uses = uses
-        self.writes = writes
-        self.lazy = lazy
-        self.expect = expect
-        self.timeout = timeout
+        self.options = options
         self.entered = 0.0
         self.resident: set[str] = set()  # regions that the body may touch now
         self.done: set[str] = set()  # and those it said it is done with
+        self.stream: contextlib.AbstractContextManager[Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the phase."""
+        return self.options.name
 
     def _recreate_cm(self) -> Phase:
-        return Phase(
-            self.mux,
-            self.name,
-            uses=self.uses,
-            writes=self.writes,
-            lazy=self.lazy,
-            expect=self.expect,
-            timeout=self.timeout,
-        )
+        return Phase(self.mux, self.options)
 
     def __enter__(self) -> Lease:
         self.mux._enter(self)  # noqa: SLF001 - two halves of one thing
@@ -482,6 +643,7 @@ class Lease:
 
     def __init__(self, phase: Phase) -> None:
         self._phase = phase
+        self._pressed = phase.opener.pressed
 
     @property
     def phase(self) -> str:
@@ -501,8 +663,8 @@ class Lease:
             LeaseError: the phase has ended.
             DeviceOutOfMemory: the device has no room for it.
         """
-        core = self._used(region, "require")
-        self._phase.mux._agent.require(core)  # noqa: SLF001
+        r = self._used(region, "require")
+        r.agent.require(r.core)
         self._phase.resident.add(region)
 
     def done_with(self, region: str) -> None:
@@ -515,36 +677,49 @@ class Lease:
             UnknownRegion: there is no such region, or the phase does not use it.
             LeaseError: the phase has ended.
         """
-        core = self._used(region, "done_with")
+        r = self._used(region, "done_with")
         self._phase.resident.discard(region)
         self._phase.done.add(region)
-        self._phase.mux._agent.done_with(core)  # noqa: SLF001
+        r.agent.done_with(r.core)
 
-    def _used(self, region: str, call: str) -> _core.Region:
-        p = self._phase
-        (core,) = p.mux._lookup([region])  # noqa: SLF001
+    def _used(self, region: str, call: str) -> Region:
+        p, o = self._phase, self._phase.options
+        p.mux._lookup([region])  # noqa: SLF001
         if not p.mux.active:
             raise LeaseError(f"{call}({region!r}) after phase {p.name!r} ended.")
-        if p.uses is not None and region not in p.uses and region not in p.lazy:
+        if o.uses is not None and region not in o.uses and region not in o.lazy:
             raise UnknownRegion(f"phase {p.name!r} does not use region {region!r}; name it in uses= or lazy=.")
-        return core
+        return p.mux.regions[region]
 
     @contextlib.contextmanager
-    def idle(self) -> Iterator[None]:
+    def idle(self, expect: float = 0.0) -> Iterator[None]:
         """Lend the device out for the length of a ``with`` block inside the phase.
 
         Tensors of regions must not be touched inside the block.
+
+        Args:
+            expect: seconds that the block is expected to take. Until then only phases run that are expected to be
+                over by then, and this one is next after them. 0: unknown; whoever waits may run.
+
+        Raises:
+            ConfigError: `expect` is negative.
         """
+        if not expect >= 0:
+            raise ConfigError(f"idle(expect={expect!r}): give seconds.")
         mux = self._phase.mux
-        mux._leave(self._phase)  # noqa: SLF001
+        mux._leave(self._phase, end=False, back=expect)  # noqa: SLF001
         try:
             yield
         finally:
-            mux._enter(self._phase)  # noqa: SLF001
+            mux._enter(self._phase, resumes=True)  # noqa: SLF001
 
     def yield_point(self) -> bool:
-        """Let a waiting job run here, if there is one; returns whether the device was away."""
-        if not self.recalled:
+        """Let a waiting job run here, if the broker's policy says so; returns whether the device was away.
+
+        Otherwise it costs well under a microsecond, and is for the inside of loops: between decode steps or
+        micro-batches.
+        """
+        if not self._pressed():
             return False
         with self.idle():
             pass
@@ -560,9 +735,11 @@ class Region:
     As a context manager: torch's allocations in the block come from the region, under a lease.
     """
 
-    def __init__(self, mux: Mux, core: _core.Region, *, frozen: bool) -> None:
+    def __init__(self, mux: Mux, core: _core.Region, at: int, *, frozen: bool) -> None:
         self.mux = mux
         self.core = core
+        self.at = at  # index of its device in mux.ordinals
+        self.agent = mux._agents[at]  # noqa: SLF001 - two halves of one thing
         self.frozen = frozen
         self._entered: list[contextlib.ExitStack] = []
 
@@ -570,6 +747,11 @@ class Region:
     def name(self) -> str:
         """Name of the region."""
         return self.core.name
+
+    @property
+    def device(self) -> int:
+        """Ordinal of its CUDA device."""
+        return self.mux.ordinals[self.at]
 
     @property
     def on_evict(self) -> str:
@@ -610,7 +792,7 @@ class Region:
                     f"set_live(): offset {offset} with {size} bytes is not in region {self.name!r}. Offsets count from "
                     f"region.base."
                 )
-        self.mux._agent.set_live(self.core, pairs)  # noqa: SLF001
+        self.agent.set_live(self.core, pairs)
 
     def allocate(self, nbytes: int) -> _core.Block:
         """Allocate a block for raw use, inside a phase; it is freed when the object is dropped.
@@ -625,7 +807,7 @@ class Region:
             DeviceOutOfMemory: the device has no room.
             LeaseError: no phase is open.
         """
-        return self.mux._agent.allocate(self.core, nbytes)  # noqa: SLF001
+        return self.agent.allocate(self.core, nbytes)
 
     def read(self, ptr: int, to: Any) -> None:
         """Copy contents at a device address into a writable buffer, without a lease.
@@ -633,12 +815,12 @@ class Region:
         Raises:
             ContentsLost: the pages were discarded.
         """
-        self.mux._agent.read(self.core, ptr, to)  # noqa: SLF001
+        self.agent.read(self.core, ptr, to)
 
     @contextlib.contextmanager
     def serving_torch_allocator(self) -> Iterator[None]:
         """Serve this thread's calls of the extension's pluggable torch allocator from the region."""
-        _core.torch_enter(self.mux._agent, self.core)  # noqa: SLF001
+        _core.torch_enter(self.agent, self.core)
         try:
             yield
         finally:

@@ -1,44 +1,160 @@
-"""Who is next: the order of the waiting requests. Pure; time is an argument."""
+"""Who is next: the order of those that wait, and when to give way. Pure; time is an argument.
+
+Each policy is one key: smaller runs first. What they share is here once: nobody is overtaken any more
+after the wait bound, and a switch has to pay for itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+
+from pymux.errors import ConfigError
+
+WORTH = 4.0  # times a switch's cost that a phase runs before it gives way: a fifth of the time at most is lost
+MARGIN = 0.10  # by which a waiting phase must come before the running one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """A group that waits for its devices."""
+class Candidate:
+    """A phase that runs or waits, as policies see it.
 
-    group: tuple[str, str]
-    client: int
-    seq: int
-    phase: str
-    devices: frozenset[str]
+    Attributes:
+        arrived: when its group asked for the device, seconds.
+        ran: seconds since its grant, while it runs.
+        remaining: seconds that it needs the device still, as expected.
+        cost: seconds that switching to it takes, as expected.
+        priority: smaller is more urgent, as CUDA counts.
+        weight: of its job.
+        elapsed: seconds that its job has been here, those long ago counting less.
+        solo: of these, seconds that it did not wait for a device.
+    """
+
     arrived: float
-    expected: float
+    ran: float = 0.0
+    remaining: float = 0.0
+    cost: float = 0.0
+    priority: int = 0
+    weight: float = 1.0
+    elapsed: float = 0.0
+    solo: float = 0.0
 
 
-class Policy(Protocol):
-    """Orders requests; the first that fits its devices is granted."""
+Key = Callable[[Candidate, float], float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """An order.
+
+    Attributes:
+        name: as users name it.
+        key: of a candidate at a time; smaller runs first, ties in the order of arrival.
+        max_wait: seconds after which a waiting phase comes before all that wait for less long.
+        gives_way: whether a running phase with this key gives way to a waiting one with that key.
+    """
 
     name: str
+    key: Key
+    max_wait: float
+    gives_way: Callable[[float, float], bool]
 
-    def order(self, waiting: Sequence[Request], now: float) -> list[Request]:
-        """Return the requests, most urgent first.
+    def order(self, waiting: Sequence[Candidate], now: float) -> list[int]:
+        """Return the indices of the candidates, most urgent first.
 
         Args:
-            waiting: the requests in the order of their arrival.
+            waiting: in the order of their arrival.
             now: seconds.
         """
 
+        def rank(i: int) -> tuple[bool, float, float]:
+            c = waiting[i]
+            late = self.overdue(c, now)
+            return not late, 0.0 if late else self.key(c, now), c.arrived
 
-class Fifo:
-    """First come, first served: nobody is ever overtaken on the same devices."""
+        return sorted(range(len(waiting)), key=rank)
 
-    name = "fifo"
+    def overdue(self, c: Candidate, now: float) -> bool:
+        """Whether a candidate has waited for so long that nobody may overtake it."""
+        return now - c.arrived >= self.max_wait
 
-    def order(self, waiting: Sequence[Request], now: float) -> list[Request]:  # noqa: ARG002 - the protocol's
-        """Return the requests as they came."""
-        return list(waiting)
+    def yields(self, running: Candidate, waiting: Candidate, now: float) -> bool:
+        """Whether a running phase should give way at its next yield point.
+
+        Args:
+            running: with ``cost`` that of switching back to it.
+            waiting: the next one.
+            now: seconds.
+        """
+        if running.ran < WORTH * (running.cost + waiting.cost):
+            return False
+        return self.overdue(waiting, now) or self.gives_way(self.key(running, now), self.key(waiting, now))
+
+
+def _arrival(c: Candidate, now: float) -> float:  # noqa: ARG001 - a key's arguments
+    return c.arrived
+
+
+def _slowdown(c: Candidate, now: float) -> float:  # noqa: ARG001
+    """Minus the weighted slowdown at the end of the phase, its switch being charged to it.
+
+    Slowdown is elapsed over solo time. For jobs that always want the device solo time is device time, and equal
+    weighted slowdowns are device time in proportion to the weights.
+    """
+    phase = max(c.remaining, 1e-3)
+    return -c.weight * (c.elapsed + phase) / (c.solo + phase + c.cost)
+
+
+def _remaining(c: Candidate, now: float) -> float:  # noqa: ARG001
+    return c.remaining + c.cost
+
+
+def fifo(max_wait: float) -> Policy:
+    """First come, first served; at yield points, in turns."""
+    return Policy(name="fifo", key=_arrival, max_wait=max_wait, gives_way=lambda running, waiting: True)  # noqa: ARG005
+
+
+def fair(max_wait: float) -> Policy:
+    """The job with the largest weighted slowdown first."""
+    return Policy(
+        name="fair",
+        key=_slowdown,
+        max_wait=max_wait,
+        gives_way=lambda running, waiting: waiting < running * (1 + MARGIN),
+    )
+
+
+def priority(max_wait: float, ageing: float = 10.0) -> Policy:
+    """The most urgent first; a phase gains one step for every `ageing` seconds that it waits."""
+
+    def key(c: Candidate, now: float) -> float:
+        waited = 0.0 if c.ran > 0 else now - c.arrived
+        return c.priority - (waited - c.cost) / ageing
+
+    return Policy(
+        name="priority", key=key, max_wait=max_wait, gives_way=lambda running, waiting: waiting < running - MARGIN
+    )
+
+
+def srpt(max_wait: float) -> Policy:
+    """The phase that is expected to end first (shortest remaining processing time)."""
+    return Policy(
+        name="srpt",
+        key=_remaining,
+        max_wait=max_wait,
+        gives_way=lambda running, waiting: waiting < running * (1 - MARGIN),
+    )
+
+
+POLICIES: dict[str, Callable[[float], Policy]] = {"fifo": fifo, "fair": fair, "priority": priority, "srpt": srpt}
+
+
+def make(name: str, max_wait: float) -> Policy:
+    """Return the policy of this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in POLICIES:
+        raise ConfigError(f"policy {name!r}: use one of {', '.join(POLICIES)}.")
+    return POLICIES[name](max_wait)

@@ -1,86 +1,58 @@
 """Who runs: leases, the queue, and which client gets pages. Sans-IO: events in, actions out.
 
-Invariants: at most one lease a device; a lease over several devices is granted whole; generations
-only grow, so a late message never touches a newer lease; a request that cannot be met is denied at
-once; what a client did wrong is raised to the caller and changes nothing for the others.
+Invariants: leases that occupy a device are alone there, but for phases that allow overlap and fit; a lease
+over several devices is granted whole; generations only grow, so a late message never touches a newer
+lease; a request that cannot be met is denied at once; what a client did wrong is raised to the caller
+and changes nothing for the others.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from math import inf
 from typing import Any
 
 from pymux.bank import RETRY_SECONDS, Account, Bank, Claim
-from pymux.errors import ClientExists, DriverError, ProtocolError
+from pymux.errors import ProtocolError
+from pymux.estimator import Durations, SwitchCost
 from pymux.events import (
     Acquire,
     Action,
+    Active,
     Budget,
     Cancel,
     Deny,
+    Drain,
+    Ended,
     Event,
+    Failed,
+    Fenced,
     Give,
     Grant,
     HostWant,
     Joined,
     Left,
+    Ping,
+    Pong,
+    Prepare,
+    Ran,
     Ready,
     Recall,
     Release,
     Returned,
     Tick,
+    Unresponsive,
     Want,
 )
 from pymux.hostbudget import HostBudget
-from pymux.policy import Policy, Request
-
-GroupKey = tuple[str, str]
+from pymux.jobs import Limits
+from pymux.lease import Cause, GroupKey, Lease, State
+from pymux.members import NO_BUDGET, Client, Group, Members
+from pymux.policy import Candidate, Policy
 
 PATIENCE_SECONDS = 5.0  # how long a holder may lack pages that nobody can give, before it is told
-
-
-@dataclass(slots=True)
-class Client:
-    """A connected process."""
-
-    id: int
-    job: str
-    name: str
-    group: GroupKey
-    device: str
-    want_seq: int = 0  # of the message that last told its want
-
-
-@dataclass(slots=True)
-class Group:
-    """The clients that hold devices together."""
-
-    key: GroupKey
-    world: int
-    members: dict[int, Client] = field(default_factory=dict)
-
-    @property
-    def devices(self) -> frozenset[str]:
-        """The devices of the members."""
-        return frozenset(c.device for c in self.members.values())
-
-    @property
-    def complete(self) -> bool:
-        """Whether every member is connected."""
-        return len(self.members) >= self.world
-
-
-@dataclass(slots=True)
-class Lease:
-    """The right of a group to run on its devices."""
-
-    group: GroupKey
-    generation: int
-    devices: frozenset[str]
-    phase: str
-    since: float
-    recalled: bool = False
-    ready: set[int] = field(default_factory=set)
+REVIEW_SECONDS = 0.1  # how often a contended device is looked at though nothing happened
+ATTEMPTS = 3  # grants of a group that are undone, before its request is denied
 
 
 class Scheduler:
@@ -91,20 +63,42 @@ class Scheduler:
         host_budget: bytes of host memory that clients may pin.
         frozen_until: before this time nothing is granted or given, so that the clients of a
             broker that died can say what they hold.
+        limits: of jobs, by name.
+        default_limits: of jobs that are not named.
+        unresponsive_after: seconds of silence after which a client's lease goes to others.
     """
 
-    def __init__(self, policy: Policy, *, host_budget: int, frozen_until: float = 0.0) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        host_budget: int,
+        frozen_until: float = 0.0,
+        limits: Mapping[str, Limits] | None = None,
+        default_limits: Limits | None = None,
+        unresponsive_after: float = 10.0,
+    ) -> None:
         self.policy = policy
         self.frozen_until = frozen_until
-        self.clients: dict[int, Client] = {}
-        self.groups: dict[GroupKey, Group] = {}
+        self.unresponsive_after = unresponsive_after
         self.banks: dict[str, Bank] = {}
-        self.page_sizes: dict[str, int] = {}
-        self.leases: dict[GroupKey, Lease] = {}
-        self.queue: list[Request] = []
-        self.generation = 0
+        self.costs: dict[str, SwitchCost] = {}
+        self.durations = Durations()
         self.host = HostBudget(host_budget)
+        self.members = Members(self.banks, limits or {}, default_limits or Limits(), host_budget)
+        self.leases: dict[GroupKey, Lease] = {}  # those that occupy devices, are lent or fenced
+        self.generation = 0
+        self.on: dict[str, list[Lease]] = {}  # by device: what occupies it
+        self.waiting: dict[str, list[Lease]] = {}  # by device, in the order of arrival
+        self.homeless: list[Lease] = []  # requests of groups that have no device yet
+        self._orders: dict[str, list[Lease]] = {}  # of `waiting`, as last decided
+        self._heirs: dict[str, Lease] = {}  # who is next on a device that is not free
+        self._arrivals = 0
         self._short: dict[int, float] = {}  # holders that nobody can give pages, since when
+        self._touched: set[str] = set()  # devices to decide about
+        self._counted: set[str] = set()  # devices whose pages to plan
+        self._host_touched = False
+        self._reviewed = 0.0
 
     def add_device(self, device: str, page_size: int, budget: int, capacity: int) -> None:
         """Make a device known.
@@ -115,14 +109,26 @@ class Scheduler:
             budget: pages for clients now.
             capacity: pages for clients when nobody else uses the device.
         """
-        self.banks[device] = Bank(budget, capacity)
-        self.page_sizes[device] = page_size
+        self.banks[device] = Bank(page_size, budget, capacity)
+        self.costs[device] = SwitchCost()
+        self.on[device], self.waiting[device], self._orders[device] = [], [], []
+
+    @property
+    def queue(self) -> list[Lease]:
+        """The requests that wait, in the order of arrival."""
+        found = {x.order: x for leases in (*self.waiting.values(), self.homeless) for x in leases}
+        return [found[k] for k in sorted(found)]
 
     def next_deadline(self, now: float) -> float | None:
         """When a Tick is due, or None."""
         if now < self.frozen_until:
             return self.frozen_until
-        return now + RETRY_SECONDS if self._short else None
+        due = [now + RETRY_SECONDS] if self._short else []
+        if self._heirs or any(x.state is State.LENT for x in self.leases.values()):
+            due.append(max(now, self._reviewed + REVIEW_SECONDS))
+        elif any(self.waiting.values()) or any(b.taking for b in self.banks.values()):
+            due.append(now + REVIEW_SECONDS)
+        return min(due) if due else None
 
     def handle(self, event: Event | Budget | Tick, now: float) -> list[Action]:
         """Take one event.
@@ -132,47 +138,59 @@ class Scheduler:
             now: seconds.
 
         Raises:
+            CapacityError: what the client says that it needs does not fit what its job may have.
             ClientExists: a client of this name is connected.
             DriverError: the client's page size is not the device's.
+            HostOutOfMemory: the same of host memory.
             ProtocolError: the client may not send this now.
         """
         out: list[Action] = []
+        if isinstance(event, Budget):
+            if event.device in self.banks:
+                self.banks[event.device].budget = event.pages
+                self._touched.add(event.device)
+        elif isinstance(event, Tick):
+            self._tick(now, out)
+        elif isinstance(event, Joined):
+            self._join(event, now)
+        elif (client := self.members.clients.get(event.client)) is None:
+            return []  # a late message of one that is gone
+        else:
+            self._heard(client, now)
+            self._client_event(client, event, now, out)
+        return self._advance(out, now)
+
+    def _client_event(self, client: Client, event: Event, now: float, out: list[Action]) -> None:
         match event:
-            case Budget(device=device, pages=pages):
-                if device in self.banks:
-                    self.banks[device].budget = pages
-            case Tick():
-                pass
-            case Joined():
-                self._join(event, now)
-            case _ if event.client not in self.clients:
-                return []  # a late message of one that is gone
-            case Left(client=client):
-                self._leave(client)
             case Acquire():
-                self._acquire(event, now, out)
-            case Cancel(client=client, seq=seq):
-                self._drop_request(client, seq)
-            case Release(client=client, generation=generation):
-                self._release(client, generation, event, now)
-            case Ready(client=client, generation=generation):
-                lease = self._lease_of(client)
-                if lease and lease.generation == generation:
-                    lease.ready.add(client)
-                    self._account(client).want = event.want
-                    self._bank(client).runs(client, event.counts)
-            case HostWant(client=client):
-                self.host.ask(client, event.want, urgent=event.urgent)
-            case Want():
-                self._want(event, out)
-            case Returned(client=client):
+                self._acquire(client, event, now, out)
+            case Release():
+                self._release(client, event, now, out)
+            case Ready():
+                self._ready(client, event, now, out)
+            case Returned():
                 account = self._account(client)
-                self._bank(client).returned(client, event.count, event.missing, now)
+                self.banks[client.device].returned(client.id, event.count, event.missing, now)
                 account.counts = event.counts
                 account.want = event.want
+                self._counted.add(client.device)
+            case Want():
+                self._want(client, event, out)
+            case Ran(phase=phase, count=count, seconds=seconds):
+                self.durations.learn(client.job.name, phase, count, seconds)
+            case Cancel(seq=seq):
+                self._cancel(client, seq, now, out)
+            case Failed():
+                self._failed(client, event, now, out)
+            case HostWant(want=want, urgent=urgent):
+                self.host.ask(client.id, want, urgent=urgent)
+                self._host_touched = True
+            case Left():
+                self._leave(client, now, out)
+            case Pong():
+                pass
             case _:
                 raise ProtocolError(f"unknown event {event!r}")
-        return out + self._advance(now)
 
     def describe(self, now: float) -> dict[str, Any]:
         """Everything a person wants to see, as plain data."""
@@ -182,245 +200,718 @@ class Scheduler:
             "devices": [
                 {
                     "uuid": device,
-                    "page_size": self.page_sizes[device],
+                    "page_size": bank.page_size,
                     "budget_pages": bank.budget,
                     "free_pages": bank.free,
-                    "lease": next(
-                        (
-                            {
-                                "job": lease.group[0],
-                                "group": lease.group[1],
-                                "phase": lease.phase,
-                                "generation": lease.generation,
-                                "state": "recalled" if lease.recalled else "granted",
-                                "seconds": now - lease.since,
-                            }
-                            for lease in self.leases.values()
-                            if device in lease.devices
-                        ),
-                        None,
-                    ),
+                    "leases": [
+                        {
+                            "job": x.group[0],
+                            "group": x.group[1],
+                            "phase": x.phase,
+                            "generation": x.generation,
+                            "state": x.state.value,
+                            "seconds": now - x.granted,
+                        }
+                        for x in self.leases.values()
+                        if device in x.devices
+                    ],
                 }
                 for device, bank in self.banks.items()
             ],
             "queue": [
-                {"job": r.group[0], "group": r.group[1], "phase": r.phase, "seconds": now - r.arrived}
-                for r in self.policy.order(self.queue, now)
+                {"job": x.group[0], "group": x.group[1], "phase": x.phase, "seconds": now - x.arrived}
+                for x in self._in_order(self.queue, now)
             ],
+            "jobs": self.members.describe(now),
             "clients": [
                 {
-                    "job": c.job,
+                    "job": c.job.name,
                     "name": c.name,
                     "device": c.device,
-                    "pages_held": self._account(c.id).held,
-                    "pages_wanted": self._account(c.id).want,
-                    "discardable": self._account(c.id).counts.discardable,
-                    "clean": self._account(c.id).counts.clean,
-                    "dirty": self._account(c.id).counts.dirty,
-                    "host_bytes": self.host.accounts[c.id].granted,
+                    "responsive": c.responsive,
+                    "pages_held": a.held,
+                    "pages_wanted": a.want,
+                    "discardable": a.counts.discardable,
+                    "clean": a.counts.clean,
+                    "dirty": a.counts.dirty,
+                    "host_bytes": self.host.accounts[c.id].granted if c.device else 0,
                 }
-                for c in self.clients.values()
+                for c in self.members.clients.values()
+                for a in [self._account(c) if c.device else Account()]
             ],
         }
 
-    # ---- events --------------------------------------------------------------------------------
+    # ---- who is here ---------------------------------------------------------------------------
 
-    def _account(self, client: int) -> Account:
-        return self._bank(client).accounts[client]
+    def _account(self, client: Client) -> Account:
+        return self.banks[client.device].accounts[client.id]
 
-    def _bank(self, client: int) -> Bank:
-        return self.banks[self.clients[client].device]
-
-    def _lease_of(self, client: int) -> Lease | None:
-        return self.leases.get(self.clients[client].group)
+    def _heard(self, client: Client, now: float) -> None:
+        client.heard, client.pinged = now, 0.0
+        if client.responsive:
+            return
+        client.responsive = True
+        if client.device:
+            self._account(client).unwilling_until = 0.0
+            self._touched.add(client.device)
+        lease = self.leases.get(client.group.key)
+        if lease and lease.state is State.FENCED and client.group.responsive:
+            self._move(lease, Cause.WITHDRAW, now)
 
     def _join(self, e: Joined, now: float) -> None:
-        if any(c.job == e.job and c.name == e.name for c in self.clients.values()):
-            raise ClientExists(
-                f"a client named '{e.name}' of job '{e.job}' is connected already. Give this process another "
-                f"name: connect(job, name=...), or another job name."
-            )
-        if self.page_sizes[e.device] != e.page_size:
-            raise DriverError(
-                f"this device's clients use pages of {self.page_sizes[e.device]} bytes, not {e.page_size}. "
-                f"Set PYMUX_PAGE_SIZE alike for all of them."
-            )
-        key = (e.job, e.group)
-        group = self.groups.get(key)
-        if group and (group.world != e.world or group.complete):
-            raise ProtocolError(
-                f"group '{e.group}' of job '{e.job}' has {len(group.members)} of {group.world} members; a member "
-                f"with world={e.world} does not fit."
-            )
-        group = group or self.groups.setdefault(key, Group(key=key, world=e.world))
-        client = Client(id=e.client, job=e.job, name=e.name, group=key, device=e.device)
-        self.clients[e.client] = client
-        group.members[e.client] = client
-        self.banks[e.device].open(e.client, e.held, e.counts)
-        self.host.open(e.client, e.host_pinned)
-        self.queue = [replace(r, devices=group.devices) if r.group == key else r for r in self.queue]
-        if e.lease_generation and not any(group.devices & lease.devices for lease in self.leases.values()):
+        client = self.members.join(e, now)
+        group = client.group
+        if e.device:
+            self.banks[e.device].open(e.client, e.held, e.counts)
+            self.host.open(e.client, e.host_pinned, self.members.host_key(client))
+            self._host_touched = True
+            self._touched.add(e.device)
+        for request in [x for x in self.queue if x.group == group.key]:
+            self._place(request, group)
+        if not e.lease_generation:
+            return
+        lease = self.leases.get(group.key)
+        if lease is None:
+            if e.device and self.on[e.device]:
+                return  # somebody has the device already: this one was away for too long
             self.generation = max(self.generation, e.lease_generation)
-            self.leases[key] = Lease(
-                group=key,
+            self._arrivals += 1
+            lease = Lease(
+                order=self._arrivals,
+                group=group.key,
+                phase=e.phase,
+                arrived=now,
+                state=State.ACTIVE,
                 generation=e.lease_generation,
-                devices=group.devices,
-                phase="",
-                since=now,
-                ready={e.client},
+                granted=now,
+                began=now,
             )
+            self.leases[group.key] = lease
+            client.job.advance(now)
+            client.job.holding += 1
+        elif lease.generation != e.lease_generation:
+            return
+        if e.opener:
+            lease.openers[e.client] = 0
+        lease.members |= {e.client}
+        lease.ready.add(e.client)
+        if e.device and e.device not in lease.devices:
+            lease.devices |= {e.device}
+            self.on[e.device].append(lease)
 
-    def _leave(self, client: int) -> None:
-        gone = self.clients[client]
-        self._bank(client).close(client)
-        self.host.close(client)
-        self._short.pop(client, None)
-        self.leases.pop(gone.group, None)
-        self.queue = [r for r in self.queue if r.group != gone.group]
-        group = self.groups[gone.group]
-        del group.members[client]
-        if not group.members:
-            del self.groups[gone.group]
-        del self.clients[client]
+    def _leave(self, client: Client, now: float, out: list[Action]) -> None:
+        group = client.group
+        if client.device:
+            self.banks[client.device].close(client.id)
+            self.host.close(client.id)
+            self._host_touched = True
+            self._touched.add(client.device)
+        self._short.pop(client.id, None)
+        self.members.leave(client)
+        lease = self.leases.get(group.key)
+        if lease and client.id in lease.members:
+            lease.openers.pop(client.id, None)
+            lease.members -= {client.id}
+            lease.ready.discard(client.id)
+            lease.released.discard(client.id)
+            self._take_off(lease)
+            lease.devices = frozenset(self.members.clients[m].device for m in lease.members) - {""}
+            if lease.occupies:
+                self._put_on(lease)
+            self._member_left(lease, now, out)
+        for request in [x for x in self.queue if x.group == group.key]:
+            request.openers.pop(client.id, None)
+            if not request.openers:
+                self._withdraw(request, now, out)
+            elif group.lost:
+                self._deny_openers(request, "MemberLost", group.lost, now, out)
+            else:
+                self._place(request, group)
 
-    def _acquire(self, e: Acquire, now: float, out: list[Action]) -> None:
-        client = self.clients[e.client]
-        if client.group in self.leases or any(r.group == client.group for r in self.queue):
-            raise ProtocolError(f"client '{client.name}' asked for a lease that its group holds or waits for")
-        self._note_want(e)
-        self._bank(e.client).asked(e.client, now)
-        self._account(e.client).unwilling_until = 0.0
-        request = Request(
-            group=client.group,
-            client=e.client,
-            seq=e.seq,
-            phase=e.phase,
-            devices=self.groups[client.group].devices,
-            arrived=now,
-            expected=e.expected,
-        )
-        if not self._deny_impossible(e, out):
-            self.queue.append(request)
+    def _member_left(self, lease: Lease, now: float, out: list[Action]) -> None:
+        if not lease.members or (not lease.openers and lease.state in {State.LENT, State.FENCED}):
+            self._move(lease, Cause.WITHDRAW, now)
+        elif lease.state is State.GRANTED and lease.openers:
+            lease.failure = self.members.groups[lease.group].lost
+            self._undo(lease, now, out)
+        elif (lease.running or lease.state is State.GRANTED) and not lease.openers:
+            self._end(lease, Cause.RELEASE, now, out)
+        else:
+            self._settle_drain(lease, now, out)
 
-    def _want(self, e: Want, out: list[Action]) -> None:
-        if self._lease_of(e.client) is None:
+    # ---- requests ------------------------------------------------------------------------------
+
+    def _acquire(self, client: Client, e: Acquire, now: float, out: list[Action]) -> None:
+        group = client.group
+        held = self.leases.get(group.key)
+        if held and held.state is State.LENT:
+            if e.phase == held.phase and client.id in held.openers:
+                held.openers[client.id] = e.seq
+                self._note_want(client, e, now)
+                held.ran = e.ran
+                self._move(held, Cause.RESUME, now)
+                self._place(held, group)
+                return
+            self._move(held, Cause.LAPSE, now)
+            held = None
+        if held and client.id in held.openers.keys() - held.released and held.occupies:
+            raise ProtocolError(f"client '{client.name}' asked for a lease that its group has already")
+        requests = [x for x in self.queue if x.group == group.key]
+        if any(client.id in x.openers for x in requests):
+            raise ProtocolError(f"client '{client.name}' asked for a lease that its group waits for already")
+        if group.lost:
+            text = group.lost
+            out.append(Deny(client=client.id, seq=e.seq, need=0, budget=0, error="MemberLost", text=text))
+            return
+        if client.device:
+            self._note_want(client, e, now)
+            if self._deny_impossible(client, e, out):
+                return
+        if held and held.phase == e.phase and (held.running or held.state is State.GRANTED):
+            held.openers[client.id] = e.seq
+            held.members |= {client.id}
+            held.ready.discard(client.id)
+            held.released.discard(client.id)
+            out.append(Grant(client=client.id, seq=e.seq, generation=held.generation, phase=held.phase))
+            return
+        request = next((x for x in requests if x.phase == e.phase), None)
+        if request is None:
+            self._arrivals += 1
+            request = Lease(
+                order=self._arrivals,
+                group=group.key,
+                phase=e.phase,
+                arrived=now,
+                ranks=e.ranks,
+                regions=e.regions,
+                priority=e.priority,
+                overlap=e.overlap,
+                expected=e.expected,
+                ran=e.ran,
+            )
+            client.job.advance(now)
+            client.job.waiting += 1
+        request.openers[client.id] = e.seq
+        self._place(request, group)
+        if group.joint:
+            self._prepare(request, out)
+
+    def _prepare(self, request: Lease, out: list[Action]) -> None:
+        """Tell the other members, so that their regions come in meanwhile."""
+        for m in sorted(request.members - request.openers.keys() - request.prepared):
+            request.prepared.add(m)
+            out.append(Prepare(client=m, phase=request.phase, regions=request.regions))
+
+    def _place(self, lease: Lease, group: Group) -> None:
+        """Put a request where its devices are looked at."""
+        self._remove(lease)
+        on = {c.id: c.device for c in group.members.values() if c.device and (not lease.ranks or c.rank in lease.ranks)}
+        lease.members = frozenset(on) | frozenset(lease.openers)
+        lease.devices = frozenset(on.values())
+        for device in lease.devices:
+            at = self.waiting[device]
+            at.append(lease)
+            if len(at) > 1 and at[-2].order > lease.order:
+                at.sort(key=lambda x: x.order)
+            self._touched.add(device)
+        if not lease.devices:
+            self.homeless.append(lease)
+
+    def _remove(self, lease: Lease) -> None:
+        for device in lease.devices:
+            if lease in self.waiting[device]:
+                self.waiting[device].remove(lease)
+                self._touched.add(device)
+        if lease in self.homeless:
+            self.homeless.remove(lease)
+
+    def _withdraw(self, request: Lease, now: float, out: list[Action]) -> None:
+        self._remove(request)
+        for m in request.members & self.members.clients.keys():
+            client = self.members.clients[m]
+            if client.device and m not in self._holding(client.group):
+                self._account(client).want = 0
+        out += [Drain(client=m, generation=0) for m in sorted(request.prepared & self.members.clients.keys())]
+        self._move(request, Cause.WITHDRAW, now)
+
+    def _holding(self, group: Group) -> frozenset[int]:
+        lease = self.leases.get(group.key)
+        return lease.members if lease and lease.occupies else frozenset()
+
+    def _deny_openers(self, request: Lease, error: str, text: str, now: float, out: list[Action]) -> None:
+        out += [Deny(client=c, seq=seq, need=0, budget=0, error=error, text=text) for c, seq in request.openers.items()]
+        self._withdraw(request, now, out)
+
+    def _cancel(self, client: Client, seq: int, now: float, out: list[Action]) -> None:
+        for request in self.queue:
+            if request.openers.get(client.id) == seq:
+                del request.openers[client.id]
+                if not request.openers:
+                    self._withdraw(request, now, out)
+                elif client.id in request.members and client.device:
+                    self._prepare(request, out)
+                return
+        lease = self.leases.get(client.group.key)
+        if lease and lease.openers.get(client.id) == seq and (lease.running or lease.state is State.GRANTED):
+            if len(lease.openers) > 1:
+                self._step_back(lease, client, out)
+            else:
+                self._end(lease, Cause.RELEASE, now, out)
+
+    def _want(self, client: Client, e: Want, out: list[Action]) -> None:
+        held = self.leases.get(client.group.key)
+        if not (held and held.occupies and client.id in held.members) and not any(
+            client.id in x.prepared for x in self.waiting.get(client.device, ())
+        ):
             return  # the lease was lost meanwhile; the client asks again
-        self._note_want(e)
-        self._deny_impossible(e, out)
+        self._note_want(client, e, None)
+        self._deny_impossible(client, e, out)
+        self._counted.add(client.device)
 
-    def _note_want(self, e: Acquire | Want) -> None:
-        account = self._account(e.client)
+    def _note_want(self, client: Client, e: Acquire | Want, now: float | None) -> None:
+        if not client.device:
+            return
+        account = self._account(client)
         account.want, account.own, account.counts = e.want, e.own, e.counts
-        self.clients[e.client].want_seq = e.seq
+        client.want_seq = e.seq
+        if now is not None:
+            self.banks[client.device].asked(client.id, now)
+            account.unwilling_until = 0.0
 
-    def _deny_impossible(self, e: Acquire | Want, out: list[Action]) -> bool:
-        bank = self._bank(e.client)
-        if e.want - e.own <= bank.capacity:
+    def _deny_impossible(self, client: Client, e: Acquire | Want, out: list[Action]) -> bool:
+        if e.want - e.own <= self._most(client):
             return False
-        out.append(self._denial(e.client, capacity=True))
+        out.append(self._denial(client, for_good=True))
         return True
 
-    def _denial(self, client: int, *, capacity: bool) -> Deny:
-        bank, account = self._bank(client), self._account(client)
-        size = self.page_sizes[self.clients[client].device]
-        need, mib = account.want - account.own, size / 2**20
-        job = self.clients[client].job
-        if capacity:
+    def _most(self, client: Client) -> int:
+        """Pages that a client can have at best."""
+        limit = self.members.page_limit(client)
+        capacity = self.banks[client.device].capacity
+        return capacity if limit is None else min(capacity, limit)
+
+    def _denial(self, client: Client, *, for_good: bool) -> Deny:
+        bank, account = self.banks[client.device], self._account(client)
+        need, mib, job = account.want - account.own, bank.page_size / 2**20, client.job.name
+        most = self._most(client)
+        if for_good and most < bank.capacity:
+            error = "CapacityError"
+            text = (
+                f"job '{job}' needs {need * mib:.0f} MiB on the device at once, and may have {most * mib:.0f} MiB of "
+                f"it. Use fewer regions in this phase (uses=...), or give the job more in the broker's configuration."
+            )
+        elif for_good:
+            error = "CapacityError"
             text = (
                 f"job '{job}' needs {need * mib:.0f} MiB on the device at once, and the device has "
                 f"{bank.capacity * mib:.0f} MiB for regions. Use fewer regions in this phase (uses=...), a smaller "
                 f"model or batch, or a larger device."
             )
         else:
+            error = "DeviceOutOfMemory"
             text = (
                 f"job '{job}' lacks {(account.want - account.held) * mib:.0f} of the {need * mib:.0f} MiB it needs. "
                 f"The device has {bank.budget * mib:.0f} of {bank.capacity * mib:.0f} MiB for regions now, and no "
-                f"other client can give pages: others outside pymux use the device, or the host has no room "
-                f"to swap out. "
+                f"other client can give pages: others outside pymux use the device, the host has no room "
+                f"to swap out, or who has them is stopped. "
                 f"'pymux status' shows who holds what."
             )
         account.want = 0
-        seq = self.clients[client].want_seq
-        return Deny(client=client, seq=seq, need=need, budget=bank.capacity, capacity=capacity, text=text)
+        return Deny(client=client.id, seq=client.want_seq, need=need, budget=most, error=error, text=text)
 
-    def _drop_request(self, client: int, seq: int) -> None:
-        mine = [r for r in self.queue if r.client == client and r.seq == seq]
-        if mine:
-            self.queue.remove(mine[0])
-            self._account(client).want = 0
+    # ---- a lease's life ------------------------------------------------------------------------
 
-    def _release(self, client: int, generation: int, e: Release, now: float) -> None:
-        account = self._account(client)
-        account.counts = e.counts
-        lease = self._lease_of(client)
-        if lease is None or lease.generation != generation:
+    def _move(self, lease: Lease, cause: Cause, now: float) -> State:
+        """Change a lease's state, and what is counted by state."""
+        job = self.members.jobs.get(lease.group[0])
+        before = lease.state
+        after = lease.move(cause)
+        if job:
+            job.advance(now)
+            waits = (State.WAITING, State.GRANTED)
+            job.waiting += (after in waits) - (before in waits)
+            holds = (State.ACTIVE, State.RECALLED, State.PRESSED, State.DRAINING, State.LENDING, State.UNDOING)
+            job.holding += (after in holds) - (before in holds)
+        if after is State.GRANTED:
+            self.leases[lease.group] = lease
+            self._put_on(lease)
+        elif after in {State.LENT, State.FENCED}:
+            self._take_off(lease)
+        elif after in {State.ENDED, State.WAITING}:
+            self._take_off(lease)
+            if self.leases.get(lease.group) is lease:
+                del self.leases[lease.group]
+        if after not in {State.GRANTED, State.ACTIVE, State.RECALLED, State.PRESSED}:
+            self._touched |= lease.devices
+        return after
+
+    def _put_on(self, lease: Lease) -> None:
+        for device in lease.devices:
+            self.on[device].append(lease)
+
+    def _take_off(self, lease: Lease) -> None:
+        for device in lease.devices:
+            if lease in self.on[device]:
+                self.on[device].remove(lease)
+                self._touched.add(device)
+
+    def _grant(self, lease: Lease, now: float, out: list[Action]) -> None:
+        self._remove(lease)
+        self.generation += 1
+        lease.generation = self.generation
+        lease.granted, lease.ready, lease.known, lease.released, lease.failure = now, set(), 0, set(), ""
+        lease.lacking = {d: self._lacking(lease, d) for d in lease.devices}
+        self._move(lease, Cause.GRANT, now)
+        told = self.members.groups[lease.group].joint
+        phase, regions = (lease.phase, lease.regions) if told else ("", "")
+        out += [
+            Grant(client=m, seq=lease.openers.get(m, 0), generation=lease.generation, phase=phase, regions=regions)
+            for m in sorted(lease.members)
+        ]
+
+    def _ready(self, client: Client, e: Ready, now: float, out: list[Action]) -> None:
+        lease = self.leases.get(client.group.key)
+        if lease is None or lease.generation != e.generation or client.id not in lease.members or not lease.occupies:
             return
-        for member in self.groups[lease.group].members:
-            self._account(member).want = 0
-            self._bank(member).ended(member, now)
-            self._account(member).unwilling_until = 0.0
-            self._short.pop(member, None)
-        del self.leases[lease.group]
+        lease.ready.add(client.id)
+        lease.known |= e.known
+        if client.device:
+            self._account(client).want = e.want
+            self.banks[client.device].runs(client.id, e.counts)
+            self._counted.add(client.device)
+        if lease.running and client.group.joint and client.id in lease.openers:
+            out.append(Active(client=client.id, generation=lease.generation))
+        if lease.state is not State.GRANTED or not lease.ready >= lease.members:
+            return
+        if client.group.joint:
+            unknown = [n for i, n in enumerate(region_names(lease.regions)) if not lease.known >> i & 1]
+            if unknown:
+                lease.failure = f"no member of group '{lease.group[1]}' has a region {unknown[0]!r}."
+                lease.attempts = ATTEMPTS
+                self._undo(lease, now, out, error="UnknownRegion")
+                return
+            out += [Active(client=m, generation=lease.generation) for m in sorted(lease.openers)]
+        lease.began = now
+        for device, pages in lease.lacking.items():
+            self.costs[device].learn(pages, now - lease.granted)
+        self._move(lease, Cause.ACKNOWLEDGED, now)
+        for device in lease.devices & self._heirs.keys():
+            self._recall(device, self._heirs[device], now, out)
+
+    def _release(self, client: Client, e: Release, now: float, out: list[Action]) -> None:
+        if client.device:
+            self._account(client).counts = e.counts
+            self._counted.add(client.device)
+        lease = self.leases.get(client.group.key)
+        if lease is None or lease.generation != e.generation or not lease.occupies or client.id not in lease.members:
+            return
+        if lease.running or lease.state is State.GRANTED:
+            if client.id not in lease.openers:
+                return  # of a request that it had taken back
+            if len(lease.openers) > 1:
+                self._step_back(lease, client, out)
+                return
+            lease.released.add(client.id)
+            lease.until = now + e.back
+            self._end(lease, Cause.LEND if e.back > 0 else Cause.RELEASE, now, out)
+        else:
+            lease.released.add(client.id)
+            self._settle_drain(lease, now, out)
+
+    def _step_back(self, lease: Lease, client: Client, out: list[Action]) -> None:
+        """One of several openers is done; the phase goes on for the others, and it is a member of it still."""
+        del lease.openers[client.id]
+        if lease.state is State.GRANTED:
+            lease.ready.discard(client.id)
+            grant = Grant(
+                client=client.id, seq=0, generation=lease.generation, phase=lease.phase, regions=lease.regions
+            )
+            out.append(grant)
+
+    def _end(self, lease: Lease, cause: Cause, now: float, out: list[Action]) -> None:
+        self._move(lease, cause, now)
+        out += [Drain(client=m, generation=lease.generation) for m in sorted(lease.members - lease.released)]
+        self._settle_drain(lease, now, out)
+
+    def _failed(self, client: Client, e: Failed, now: float, out: list[Action]) -> None:
+        lease = self.leases.get(client.group.key)
+        if lease is None or lease.generation != e.generation or lease.state is not State.GRANTED:
+            return
+        lease.failure = e.text
+        lease.released.add(client.id)
+        if e.for_good:
+            lease.attempts = ATTEMPTS
+        self._undo(lease, now, out)
+
+    def _undo(self, lease: Lease, now: float, out: list[Action], error: str = "DeviceOutOfMemory") -> None:
+        """A member cannot: nobody keeps what it took for this grant."""
+        lease.attempts += 1
+        self._move(lease, Cause.FAIL, now)
+        lease.error = error
+        out += [Drain(client=m, generation=lease.generation) for m in sorted(lease.members - lease.released)]
+        self._settle_drain(lease, now, out)
+
+    def _settle_drain(self, lease: Lease, now: float, out: list[Action]) -> None:
+        """Go on when all members have drained their devices."""
+        if lease.state not in {State.DRAINING, State.LENDING, State.UNDOING} or not lease.released >= lease.members:
+            return
+        group = self.members.groups.get(lease.group)
+        for m in lease.members:
+            client = self.members.clients[m]
+            if client.device:
+                bank, account = self.banks[client.device], self._account(client)
+                bank.ended(m, now)
+                account.unwilling_until = 0.0
+                if lease.state is not State.UNDOING or m not in lease.openers:
+                    account.want = 0
+            self._short.pop(m, None)
+        if group and group.joint and lease.state is not State.UNDOING:
+            out += [Ended(client=m, generation=lease.generation) for m in sorted(lease.members)]
+        again = self._move(lease, Cause.DRAINED, now) is State.WAITING
+        lease.prepared = set()
+        if not again or group is None:
+            return
+        if not lease.openers:
+            self._withdraw(lease, now, out)
+        elif group.lost:
+            self._deny_openers(lease, "MemberLost", group.lost, now, out)
+        elif lease.attempts >= ATTEMPTS:
+            self._deny_openers(lease, lease.error, lease.failure, now, out)
+        else:
+            lease.until = now + RETRY_SECONDS
+            self._place(lease, group)
+            self._prepare(lease, out)
+
+    # ---- time ----------------------------------------------------------------------------------
+
+    def _tick(self, now: float, out: list[Action]) -> None:
+        self._reviewed = now
+        self._touched |= {d for d, w in self.waiting.items() if w}
+        self._touched |= {self.members.clients[c].device for c in self._short}
+        if 0 < self.frozen_until <= now:
+            self.frozen_until = 0.0
+            self._touched |= self.banks.keys()
+            for lease in [x for x in self.leases.values() if x.running and not x.openers]:
+                self._end(lease, Cause.RELEASE, now, out)  # who opened it is gone
+        for lease in [x for x in self.leases.values() if x.state is State.LENT and x.until <= now]:
+            self._move(lease, Cause.LAPSE, now)
+        if now >= self.frozen_until:
+            self._watch(now, out)
+
+    def _watch(self, now: float, out: list[Action]) -> None:
+        """Ask those whom somebody waits for whether they run; pass over those who do not."""
+        owing = {m for d in self._heirs for x in self.on[d] for m in x.members}
+        owing |= {m for x in self.leases.values() if x.state not in {State.LENT, State.FENCED} and not x.running
+                  for m in x.members}  # fmt: skip
+        owing |= {c for bank in self.banks.values() if bank.taking for c, a in bank.accounts.items() if a.taking}
+        for c in sorted(owing):
+            client = self.members.clients[c]
+            silent = now - client.heard
+            if not client.responsive or silent < self.unresponsive_after / 2:
+                continue
+            if client.pinged == 0.0:
+                client.pinged = now
+                out.append(Ping(client=c))
+            elif now - client.pinged >= self.unresponsive_after / 2:
+                self._pass_over(client, now, out)
+
+    def _pass_over(self, client: Client, now: float, out: list[Action]) -> None:
+        client.responsive = False
+        out.append(Unresponsive(client=client.id, seconds=now - client.heard))
+        if client.device:
+            account = self._account(client)
+            self.banks[client.device].returned(client.id, 0, account.taking, now)
+            account.unwilling_until = inf
+            self._touched.add(client.device)
+        lease = self.leases.get(client.group.key)
+        if lease and lease.occupies and client.id in lease.members:
+            out += [Fenced(client=m, generation=lease.generation) for m in sorted(lease.members)]
+            for m in lease.members:
+                member = self.members.clients[m]
+                if member.device:
+                    self._account(member).want = 0
+                self._short.pop(m, None)
+            self._move(lease, Cause.FENCE, now)
 
     # ---- decisions -----------------------------------------------------------------------------
 
-    def _advance(self, now: float) -> list[Action]:
+    def _advance(self, out: list[Action], now: float) -> list[Action]:
         if now < self.frozen_until:
             return []
-        out: list[Action] = []
-        order = self.policy.order(self.queue, now)
-        busy = frozenset[str]().union(*(lease.devices for lease in self.leases.values()))
-        heirs: dict[str, Request] = {}
-        for request in order:
-            group = self.groups[request.group]
-            if not group.complete:
-                continue
-            if request.devices & busy or any(d in heirs for d in request.devices):
-                for device in request.devices:
-                    heirs.setdefault(device, request)
-                continue
-            busy |= request.devices
-            out += self._grant(request, now)
-        for lease in self.leases.values():
-            if not lease.recalled and any(d in heirs for d in lease.devices):
-                lease.recalled = True
-                out += [Recall(client=m, generation=lease.generation) for m in self.groups[lease.group].members]
-        for device, bank in self.banks.items():
-            out += self._plan(device, bank, heirs.get(device), order, now)
-        out += self.host.plan({c for bank in self.banks.values() if len(bank.accounts) > 1 for c in bank.accounts})
+        if self._touched:
+            scope = self._scope(self._touched)
+            self._touched.clear()
+            self._decide(scope, now, out)
+            self._counted |= scope
+        for device in sorted(self._counted):
+            self._plan(device, now, out)
+        self._counted.clear()
+        if self._host_touched:
+            self._host_touched = False
+            shared = (b.accounts for b in self.banks.values() if len(b.accounts) > 1)
+            out += self.host.plan({c for accounts in shared for c in accounts})
         return out
 
-    def _grant(self, request: Request, now: float) -> list[Action]:
-        self.queue.remove(request)
-        self.generation += 1
-        self.leases[request.group] = Lease(
-            group=request.group,
-            generation=self.generation,
-            devices=request.devices,
-            phase=request.phase,
-            since=now,
+    def _scope(self, seeds: Iterable[str]) -> set[str]:
+        """The devices that a decision about these may concern: those that leases tie together."""
+        found: set[str] = set()
+        todo = [d for d in seeds if d in self.banks]
+        while todo:
+            device = todo.pop()
+            if device in found:
+                continue
+            found.add(device)
+            for lease in (*self.waiting[device], *self.on[device]):
+                if len(lease.devices) > 1:
+                    todo += lease.devices - found
+        return found
+
+    def _in_order(self, leases: list[Lease], now: float) -> list[Lease]:
+        if len(leases) < 2:
+            return leases
+        return [leases[i] for i in self.policy.order([self._candidate(x, now) for x in leases], now)]
+
+    def _candidate(self, lease: Lease, now: float) -> Candidate:
+        job = self.members.jobs[lease.group[0]]
+        job.advance(now)
+        waits = lease.state is State.WAITING
+        cost = (
+            max((self._lacking(lease, d) * self.costs[d].per_page for d in lease.devices), default=0.0)
+            if waits
+            else 0.0
         )
-        return [
-            Grant(client=m, seq=request.seq if m == request.client else 0, generation=self.generation)
-            for m in self.groups[request.group].members
+        done = lease.ran + (0.0 if waits else now - (lease.began or now))
+        return Candidate(
+            arrived=lease.arrived,
+            ran=0.0 if waits else max(now - lease.granted, 1e-9),
+            remaining=max(0.0, (self._expected(lease) or 0.0) - done),
+            cost=cost,
+            priority=lease.priority + job.limits.priority,
+            weight=job.limits.weight,
+            elapsed=job.elapsed,
+            solo=job.elapsed - job.blocked,
+        )
+
+    def _expected(self, lease: Lease) -> float | None:
+        return lease.expected or self.durations.expect(lease.group[0], lease.phase)
+
+    def _lacking(self, lease: Lease, device: str) -> int:
+        accounts = self.banks[device].accounts
+        return sum(max(0, accounts[m].want - accounts[m].held) for m in lease.members if m in accounts)
+
+    def _decide(self, scope: set[str], now: float, out: list[Action]) -> None:
+        """Grant what can be granted, find who is next where not, and recall whom they wait for."""
+        found = {x.order: x for d in scope for x in self.waiting[d]}
+        order = self._in_order([found[k] for k in sorted(found)], now)
+        heirs: dict[str, Lease] = {}
+        free_until: dict[str, float] = {}  # of devices that are kept for an heir that waits for others too
+        for lease in order:
+            group = self.members.groups[lease.group]
+            if lease.until > now or not group.ready or lease.group in self.leases:
+                continue
+            blockers = {d: [x for x in self.on[d] if not self._together(x, lease)] for d in lease.devices}
+            claimed = [d for d in lease.devices if d in heirs and not self._together(heirs[d], lease)]
+            idle = claimed and not any(self.on[d] for d in lease.devices)
+            if idle and now + self._needs(lease) <= min(free_until[d] for d in claimed):
+                claimed = []  # it is over before the heir can begin
+            if claimed or any(blockers.values()):
+                until = max((self._busy_until(x, now) for xs in blockers.values() for x in xs), default=now)
+                for d in lease.devices - heirs.keys():
+                    heirs[d], free_until[d] = lease, until
+                continue
+            if not self._fits(lease):
+                if any(self.on[d] for d in lease.devices):
+                    for d in lease.devices - heirs.keys():
+                        heirs[d], free_until[d] = lease, now
+                continue  # else the pages are with somebody who is stopped: others go first
+            if self._lent_to_none(lease, now):
+                continue
+            self._grant(lease, now, out)
+        for d in scope:
+            self._orders[d] = [x for x in order if x.state is State.WAITING and d in x.devices]
+            self._heirs.pop(d, None)
+            if d in heirs:
+                self._heirs[d] = heirs[d]
+                self._recall(d, heirs[d], now, out)
+
+    def _together(self, a: Lease, b: Lease) -> bool:
+        """Whether two leases may run beside each other: the less urgent one allows it."""
+        pa, pb = (x.priority + self.members.jobs[x.group[0]].limits.priority for x in (a, b))
+        return (a.overlap and pa > pb) or (b.overlap and pb > pa)
+
+    def _fits(self, lease: Lease) -> bool:
+        """Whether its pages can be had beside those of who runs, and without those of who is stopped."""
+        for d in lease.devices:
+            bank = self.banks[d]
+            stopped = sum(a.held for a in bank.accounts.values() if a.unwilling_until == inf)
+            if not stopped and not self.on[d]:
+                continue
+            needed = stopped
+            for x in (*self.on[d], lease):
+                for m in x.members & bank.accounts.keys():
+                    a = bank.accounts[m]
+                    needed += max(a.want, a.held if x.running else 0) - (a.own if not x.running else 0)
+            if needed > bank.budget:
+                return False
+        return True
+
+    def _needs(self, lease: Lease) -> float:
+        """Seconds until a waiting lease would have given the device back, as expected."""
+        expected = self._expected(lease)
+        if not expected:
+            return inf
+        cost = max((self._lacking(lease, d) * self.costs[d].per_page for d in lease.devices), default=0.0)
+        return max(0.0, expected - lease.ran) + 2 * cost
+
+    def _busy_until(self, lease: Lease, now: float) -> float:
+        expected = self._expected(lease)
+        return max(now, (lease.began or now) + expected - lease.ran) if expected else now
+
+    def _lent_to_none(self, lease: Lease, now: float) -> bool:
+        """Whether a device is lent, and this phase would not be over when its lender is back."""
+        lent = [
+            x for x in self.leases.values() if x.state is State.LENT and x.devices & lease.devices and x.until > now
         ]
+        if not lent or self.policy.overdue(self._candidate(lease, now), now):
+            return False
+        return now + self._needs(lease) > min(x.until for x in lent)
 
-    def _members_on(self, group: GroupKey, device: str) -> list[int]:
-        return [c.id for c in self.groups[group].members.values() if c.device == device]
+    def _recall(self, device: str, heir: Lease, now: float, out: list[Action]) -> None:
+        for lease in self.on[device]:
+            if lease.state not in {State.ACTIVE, State.RECALLED} or self._together(lease, heir):
+                continue
+            waiting = self._candidate(heir, now)
+            running = self._candidate(lease, now)
+            press = self.policy.yields(running, waiting, now)
+            if press or lease.state is State.ACTIVE:
+                self._move(lease, Cause.PRESS if press else Cause.RECALL, now)
+                recall = [Recall(client=m, generation=lease.generation, press=press) for m in sorted(lease.openers)]
+                out += recall
 
-    def _plan(self, device: str, bank: Bank, heir: Request | None, order: list[Request], now: float) -> list[Action]:
-        lease = next((x for x in self.leases.values() if device in x.devices), None)
-        holders = self._members_on(lease.group, device) if lease else []
-        next_up = self._members_on(heir.group, device) if heir else []
-        waiting = [c for r in order if r.group in self.groups for c in self._members_on(r.group, device)]
-        # What a running phase does not use is its heir's; until it runs, nobody knows.
-        running = frozenset(c for c in holders if lease and c in lease.ready)
+    def _plan(self, device: str, now: float, out: list[Action]) -> None:
+        """Give free pages to those that need them, and take what they lack."""
+        bank, order = self.banks[device], self._orders[device]
+        order = [x for x in order if x.state is State.WAITING]
+        here = bank.accounts.keys()
+        on = self.on[device]
+        holders = [m for x in on for m in sorted(x.members & here)]
+        heir = self._heirs.get(device)
+        next_up = sorted(heir.members & here) if heir and heir.state is State.WAITING else []
+        if not holders and not next_up:
+            return
         spared = frozenset(holders)
+        # What a running phase does not use is its heir's; until it runs, nobody knows.
+        running = frozenset(m for x in on for m in x.members & x.ready if x.running)
         both = (spared - running) | frozenset(next_up)
-        claims = [Claim(client=c, spared=spared, last=frozenset(next_up)) for c in holders]
-        claims += [Claim(client=c, spared=both, running=running, holders=spared) for c in next_up]
+        budgets = self.members.page_budgets(device)
+        claims = [
+            Claim(client=c, spared=spared, last=frozenset(next_up), **budgets.get(c, NO_BUDGET)) for c in holders
+        ] + [
+            Claim(client=c, spared=both, running=running, holders=spared, **budgets.get(c, NO_BUDGET)) for c in next_up
+        ]
+        waiting = [m for x in order for m in sorted(x.members & here)]
         plan = bank.plan(claims, now, waiting)
-        out: list[Action] = list(plan.actions)
+        out += plan.actions
         # A shortage may pass: a dying process still has memory, a budget is about to be read anew, a
         # client that could not give is asked again. It has lasted since the claimant last got a page.
         given = {a.client for a in plan.actions if isinstance(a, Give)}
@@ -431,5 +922,12 @@ class Scheduler:
                 self._short.setdefault(c, now)
             if now - self._short.get(c, now) >= PATIENCE_SECONDS:
                 del self._short[c]
-                out.append(self._denial(c, capacity=False))
-        return out
+                out.append(self._denial(self.members.clients[c], for_good=False))
+
+
+def region_names(text: str) -> list[str]:
+    """The distinct names of a request's regions, in the order of their bits in ``Ready.known``.
+
+    The text has a line for each use: ``u``, ``l`` or ``w`` for used, lazy or written, and the name.
+    """
+    return list(dict.fromkeys(line[1:] for line in text.split("\n") if line[:1] in {"u", "l", "w"}))

@@ -6,17 +6,20 @@ compares the two. Page file descriptors travel as ancillary data.
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
 from typing import Any
 
 from pymux.errors import ProtocolError, VersionMismatch
 
-VERSION = 2
+VERSION = 3
 MAX_FDS = 64
 MAX_MESSAGE = 1 << 20
 
-PASSES_PAGES, OBSERVER, RECONNECT = 1, 2, 4
+# flags of hello, acquire and ready
+PASSES_PAGES, OBSERVER, RECONNECT, CONTROLLER, OPENER, JOINT = 1, 2, 4, 8, 16, 32
+OVERLAP, RESUMES = 1, 2
 
 # Codes of error and deny messages, by the exception that the client raises.
 ERROR_CODES = {
@@ -27,6 +30,9 @@ ERROR_CODES = {
     "DriverError": 5,
     "CapacityError": 6,
     "DeviceOutOfMemory": 7,
+    "HostOutOfMemory": 8,
+    "MemberLost": 9,
+    "UnknownRegion": 10,
 }
 
 _HEADER = struct.Struct("<HHI")
@@ -42,43 +48,53 @@ class Layout:
     type: int
     body: struct.Struct
     fields: tuple[str, ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes of the whole message."""
-        return _HEADER.size + self.body.size
+    texts: tuple[int, ...]  # of each field: bytes of a text, or 0
+    size: int  # bytes of the whole message
 
 
 def _layout(name: str, number: int, fmt: str, fields: str) -> Layout:
-    return Layout(name, number, struct.Struct("<" + fmt), tuple(fields.split()))
+    body = struct.Struct("<" + fmt)
+    texts = tuple(int(size) if kind == "s" else 0 for size, kind in re.findall(r"(\d*)([a-zA-Z])", fmt))
+    return Layout(name, number, body, tuple(fields.split()), texts, _HEADER.size + body.size)
 
 
 LAYOUTS = (
     _layout(
         "hello",
         1,
-        "IIIIIIQQQQ16s64s64s64sQQQQ",
-        "version pid flags rank world reserved page_size held lease_generation host_pinned uuid job client group "
-        + _COUNTS,
+        "IIIIIIQQQQQQ16s64s64s64s64sQQQQ",
+        "version pid flags rank world reserved page_size held lease_generation host_pinned need host_need uuid job "
+        "client group phase " + _COUNTS,
     ),
-    _layout("acquire", 2, "QQQQ64sQQQQ", "seq want own expected_us phase " + _COUNTS),
-    _layout("release", 3, "QQQQQ", "generation " + _COUNTS),
-    _layout("ready", 4, "QQQQQQ", "generation want " + _COUNTS),
+    _layout("acquire", 2, "QQQQQQiI64sQQQQ", "seq want own expected_us ran_us ranks priority flags phase " + _COUNTS),
+    _layout("release", 3, "QQQQQQ", "generation back_us " + _COUNTS),
+    _layout("ready", 4, "QQQQQQQ", "generation want known " + _COUNTS),
     _layout("want", 5, "QQQQQQQ", "seq want own " + _COUNTS),
     _layout("pages", 6, "IIQQQQQ", "count missing want " + _COUNTS),
     _layout("cancel", 7, "Q", "seq"),
     _layout("status", 8, "", ""),
     _layout("host", 9, "QII", "want urgent reserved"),
     _layout("figures", 10, "64sQQQQQQQQQ", "region " + _FIGURES),
+    _layout("names", 11, "1024s", "regions"),
+    _layout("failed", 12, "QII512s", "generation for_good reserved text"),
+    _layout("ran", 13, "64sQQ", "phase count total_us"),
+    _layout("pong", 14, "", ""),
     _layout("welcome", 101, "IIQ256s", "version client budget spill_dir"),
     _layout("error", 102, "II512s", "code reserved text"),
-    _layout("grant", 103, "QQ", "seq generation"),
-    _layout("recall", 104, "Q", "generation"),
+    _layout("grant", 103, "QQ64s", "seq generation phase"),
+    _layout("recall", 104, "QII", "generation press reserved"),
     _layout("take", 105, "II", "count reserved"),
     _layout("give", 106, "II", "count reserved"),
     _layout("deny", 107, "QQQII512s", "seq need budget code reserved text"),
     _layout("host_grant", 109, "QII", "granted exhausted reserved"),
     _layout("report", 110, "", ""),
+    _layout("regions", 111, "1024s", "regions"),
+    _layout("prepare", 112, "64s", "phase"),
+    _layout("active", 113, "Q", "generation"),
+    _layout("drain", 114, "Q", "generation"),
+    _layout("ended", 115, "Q", "generation"),
+    _layout("ping", 116, "", ""),
+    _layout("fenced", 117, "Q", "generation"),
 )
 _BY_NAME = {x.name: x for x in LAYOUTS}
 _BY_TYPE = {x.type: x for x in LAYOUTS}
@@ -88,29 +104,15 @@ STATUS_REPLY = 108  # header and JSON
 def encode(name: str, **fields: Any) -> bytes:
     """Pack a message; fields not given are zero, texts are cut to fit with a final NUL."""
     layout = _BY_NAME[name]
-    formats = [f for f in _split(layout.body.format) if f]
     values: list[Any] = []
-    for field, fmt in zip(layout.fields, formats, strict=True):
-        value = fields.pop(field, b"" if fmt.endswith("s") else 0)
+    for field, room in zip(layout.fields, layout.texts, strict=True):
+        value = fields.pop(field, b"" if room else 0)
         if isinstance(value, str):
-            value = value.encode()[: int(fmt[:-1]) - 1]
+            value = value.encode()[: room - 1]
         values.append(value)
     if fields:
         raise TypeError(f"message {name} has no fields {sorted(fields)}")
     return _HEADER.pack(layout.type, 0, layout.size) + layout.body.pack(*values)
-
-
-def _split(fmt: str) -> list[str]:
-    out, number = [], ""
-    for ch in fmt.lstrip("<"):
-        if ch.isdigit():
-            number += ch
-        elif number:
-            out.append(number + ch)
-            number = ""
-        else:
-            out.append(ch)
-    return out
 
 
 def decode(packet: bytes) -> tuple[str, dict[str, Any]]:
@@ -142,12 +144,9 @@ def decode(packet: bytes) -> tuple[str, dict[str, Any]]:
         )
     values = layout.body.unpack_from(packet, _HEADER.size)
     out = dict(zip(layout.fields, values, strict=True))
-    for key, value in out.items():
-        if isinstance(value, bytes) and key != "uuid":
-            try:
-                out[key] = value.split(b"\0", 1)[0].decode()
-            except UnicodeDecodeError as e:
-                raise ProtocolError(f"field {key} of message {layout.name} is not UTF-8") from e
+    for key, room in zip(layout.fields, layout.texts, strict=True):
+        if room and key != "uuid":
+            out[key] = out[key].split(b"\0", 1)[0].decode(errors="replace")  # a long one may be cut in a character
     return layout.name, out
 
 

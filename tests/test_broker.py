@@ -156,6 +156,7 @@ def test_descriptors_go_from_one_client_to_the_next(peer):
     a.send("acquire", seq=1, want=16)
     _, grant, _ = a.receive()
     assert a.receive()[1]["count"] == 16
+    a.send("ready", generation=grant["generation"])
     b.send("acquire", seq=1, want=1)
     assert a.receive()[0] == "recall"
     a.send("release", generation=grant["generation"], resident=16, dirty=16)

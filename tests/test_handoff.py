@@ -246,7 +246,7 @@ def test_clients_go_on_when_the_broker_is_killed(node_factory):
     os.kill(first, signal.SIGKILL)
     after = node.until(lambda s: len(s["clients"]) == 2)
     assert after["pid"] != first
-    assert after["devices"][0]["lease"]["job"] == "a", "the open phase kept its lease"
+    assert after["devices"][0]["leases"][0]["job"] == "a", "the open phase kept its lease"
     say(b, "phase")
     node.until(lambda s: s["queue"])
     say(a)

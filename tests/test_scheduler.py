@@ -26,14 +26,14 @@ from pymux.events import (
     Tick,
     Want,
 )
-from pymux.policy import Fifo
+from pymux.policy import fifo
 from pymux.scheduler import PATIENCE_SECONDS, Scheduler
 
 DEV = "GPU-0"
 
 
 def scheduler(budget=10, devices=(DEV,), **kw):
-    s = Scheduler(Fifo(), host_budget=kw.pop("host_budget", 1 << 40), **kw)
+    s = Scheduler(fifo(60.0), host_budget=kw.pop("host_budget", 1 << 40), **kw)
     for d in devices:
         s.add_device(d, 1 << 20, budget, budget)
     return s
@@ -75,7 +75,7 @@ def test_a_second_client_waits_and_the_holder_is_recalled_once():
     s.handle(joined(1), 0)
     s.handle(joined(2), 0)
     g = running(s, 1, 4)
-    assert of(Recall, s.handle(acquire(2, 3), 0)) == [Recall(client=1, generation=g)]
+    assert of(Recall, s.handle(acquire(2, 3), 0)) == [Recall(client=1, generation=g, press=True)]
     assert of(Recall, s.handle(Tick(), 1)) == []
 
 
@@ -264,7 +264,7 @@ def test_a_request_that_can_never_fit_is_denied_at_once_with_both_figures():
     s.handle(joined(1), 0)
     (deny,) = s.handle(acquire(1, 5), 0)
     assert isinstance(deny, Deny)
-    assert (deny.need, deny.budget, deny.capacity) == (5, 4, True)
+    assert (deny.need, deny.budget, deny.error) == (5, 4, "CapacityError")
     assert "5 MiB" in deny.text
     assert "4 MiB" in deny.text
 
@@ -300,7 +300,8 @@ def test_growth_that_nobody_can_serve_is_denied_instead_of_hanging():
     assert s.handle(Returned(client=2, count=0, missing=2, counts=all_dirty(4)), 3) == []
     assert of(Deny, s.handle(Tick(), 4)) == [], "asked a third time, and silent"
     denials = of(Deny, s.handle(Tick(), 2 + PATIENCE_SECONDS))
-    assert [(d.client, d.seq, d.capacity) for d in denials] == [(1, 2, False)]
+    assert [(d.client, d.seq, d.error) for d in denials] == [(1, 2, "DeviceOutOfMemory")]
+    s.handle(Returned(client=2, count=0, missing=2, counts=all_dirty(4)), 8)
     assert s.next_deadline(9) is None
 
 
@@ -360,11 +361,11 @@ def test_asking_twice_is_a_protocol_error_of_the_one_who_did():
 
 def test_a_group_is_granted_when_all_members_are_there_and_on_all_their_devices():
     s = scheduler(devices=("A", "B"))
-    s.handle(joined(1, job="j", name="r0", group="g", world=2, rank=0, device="A"), 0)
+    s.handle(joined(1, job="j", name="r0", group="g", joint=True, world=2, rank=0, device="A"), 0)
     assert s.handle(acquire(1, 2), 0) == []
     s.handle(joined(3, job="k", device="B"), 0)
     g = running(s, 3, 2)
-    late = joined(2, job="j", name="r1", group="g", world=2, rank=1, device="B")
+    late = joined(2, job="j", name="r1", group="g", joint=True, world=2, rank=1, device="B")
     assert of(Grant, s.handle(late, 1)) == [], "B is still held"
     s.handle(Cancel(client=1, seq=1), 1)
     s.handle(acquire(1, 2, seq=2), 1)
@@ -380,7 +381,7 @@ def test_a_new_broker_grants_nothing_until_the_old_ones_clients_had_time_to_repo
     assert s.next_deadline(1) == 5.0
     actions = s.handle(Tick(), 5.0)
     assert of(Grant, actions) == [], "client 2 came back with its lease"
-    assert of(Recall, actions) == [Recall(client=2, generation=7)]
+    assert of(Recall, actions) == [Recall(client=2, generation=7, press=True)]
     assert of(Grant, s.handle(Release(client=2, generation=7), 6))[0].generation > 7
 
 
@@ -401,7 +402,7 @@ def test_a_budget_that_stays_too_small_is_told_with_the_figures():
     s.handle(acquire(1, 5), 0)
     (deny,) = of(Deny, s.handle(Tick(), PATIENCE_SECONDS))
     assert "3 of 10 MiB" in deny.text
-    assert not deny.capacity
+    assert deny.error == "DeviceOutOfMemory"
 
 
 class Sharing(RuleBasedStateMachine):

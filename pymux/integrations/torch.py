@@ -58,7 +58,7 @@ class Integration:
             self.device = torch.device("cpu")
         else:
             raise DriverError(
-                f"this torch ({torch.__version__}) does not see the device {mux.ordinal}. Install a CUDA build of "
+                f"this torch ({torch.__version__}) does not see the device {mux.ordinals[0]}. Install a CUDA build of "
                 f"torch, check CUDA_VISIBLE_DEVICES, or set PYMUX_DRIVER=sim to try without a GPU."
             )
 
@@ -85,10 +85,11 @@ class Integration:
         if pool is None:
             pool = self._pools[region.name] = torch.cuda.MemPool(self._allocator.allocator())
             _FOR_LIFE.append((self._allocator, pool))
-        with region.serving_torch_allocator(), torch.cuda.use_mem_pool(pool, device=self.device):
+        device = self._device_of(region)
+        with region.serving_torch_allocator(), torch.cuda.use_mem_pool(pool, device=device):
             try:
                 # Settings may have changed since: ask torch itself.
-                if not region.contains(torch.empty(1, dtype=torch.uint8, device=self.device).data_ptr()):
+                if not region.contains(torch.empty(1, dtype=torch.uint8, device=device).data_ptr()):
                     raise RegionError(
                         f"torch does not allocate in region {region.name!r}: expandable_segments was turned on, or "
                         f"another allocator was installed. Turn it off before using regions."
@@ -135,6 +136,20 @@ class Integration:
         """See Mux.state_dict."""
         return tree_map(lambda x: self.to_host(mux, x) if isinstance(x, torch.Tensor) else x, what.state_dict())
 
+    @contextlib.contextmanager
+    def stream(self, priority: int) -> Iterator[None]:
+        """Make a stream of this CUDA priority torch's current one, after the work submitted so far.
+
+        torch has none of less than the default priority, 0. Tensors on the host have no streams.
+        """
+        if self.device.type == "cpu":
+            yield
+            return
+        stream = torch.cuda.Stream(self.device, priority=min(priority, 0))
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            yield
+
     def before_leave(self) -> None:
         """Close what a failed optimizer step left open; give cached free blocks back to the driver."""
         self._end_step()
@@ -169,7 +184,13 @@ class Integration:
         if self.device.type == "cpu":
             return _cpu_storage(region, nbytes)
         with self.allocating(region):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device_of(region)).untyped_storage()
+
+    def _device_of(self, region: Region) -> torch.device:
+        """The torch device of a region, of a Mux that may have several."""
+        if self.device.type == "cpu":
+            return self.device
+        return torch.device("cuda", _cuda_ordinal(region.agent.uuid))
 
     def _adopt_optimizer(self, region: Region, optimizer: torch.optim.Optimizer) -> None:
         def state() -> list[torch.Tensor]:
