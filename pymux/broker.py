@@ -451,7 +451,7 @@ class Broker:
             device = wire.device_name(m["uuid"])
             self._add_device(device, m["page_size"])
             peer.device = device
-        self._handle(
+        actions = self._scheduler.handle(
             Joined(
                 client=peer.id,
                 job=peer.job,
@@ -480,6 +480,7 @@ class Broker:
             peer,
             wire.encode("welcome", version=wire.VERSION, client=peer.id, budget=budget, spill_dir=self._spill_dir),
         )
+        self._perform(actions, now)  # the first of them may be for this client: after its welcome
 
     def _inquire(self, peer: Peer, now: float) -> None:
         """Ask the clients for their figures; the answer goes out when they are there, or too late."""
@@ -513,7 +514,9 @@ class Broker:
 
     def _handle(self, event: Event | Budget | Tick, now: float) -> None:
         """Let the scheduler decide, then do what it says."""
-        actions = self._scheduler.handle(event, now)
+        self._perform(self._scheduler.handle(event, now), now)
+
+    def _perform(self, actions: list[Action], now: float) -> None:
         self._tick_at = self._scheduler.next_deadline(now)
         for action in actions:
             self._do(action)

@@ -150,7 +150,8 @@ class Members:
                 whose = "the job may have" if mine and mine < has else "there are"
                 problem = error(
                     f"job '{e.job}' says that it needs {need / 2**20:.0f} MiB {what}, and {whose} "
-                    f"{most / 2**20:.0f} MiB. It can never run here: give it more in the broker's configuration, or make it smaller."
+                    f"{most / 2**20:.0f} MiB. It can never run here: give it more in the broker's configuration, "
+                    f"or make it smaller."
                 )
                 problem.need, problem.limit = need, most
                 raise problem

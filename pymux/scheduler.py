@@ -737,7 +737,7 @@ class Scheduler:
 
     def _advance(self, out: list[Action], now: float) -> list[Action]:
         if now < self.frozen_until:
-            return []
+            return out
         if self._touched:
             scope = self._scope(self._touched)
             self._touched.clear()
@@ -864,8 +864,10 @@ class Scheduler:
         return max(0.0, expected - lease.ran) + 2 * cost
 
     def _busy_until(self, lease: Lease, now: float) -> float:
-        expected = self._expected(lease)
-        return max(now, (lease.began or now) + expected - lease.ran) if expected else now
+        """When a lease is expected to end; one that took longer than expected is taken to last as long again."""
+        done = lease.ran + now - (lease.began or now)
+        left = (self._expected(lease) or 0.0) - done
+        return now + (left if left > 0 else done)
 
     def _lent_to_none(self, lease: Lease, now: float) -> bool:
         """Whether a device is lent, and this phase would not be over when its lender is back."""

@@ -8,7 +8,7 @@ from tests.conftest import MIB, hear, say
 
 JOB = """
 name, byte, pages = os.environ["NAME"], int(os.environ["BYTE"]), int(os.environ["PAGES"])
-mux = pymux.connect(name)
+mux = pymux.connect(name, device=int(os.environ.get("DEVICE", 0)))
 region = mux.region("weights", on_evict=os.environ.get("ON_EVICT", "keep"))
 with mux.phase("init"):
     block = region.allocate(pages * PAGE)
