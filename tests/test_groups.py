@@ -129,7 +129,7 @@ def test_one_that_opens_another_phase_meanwhile_is_told(engine):
 
 
 def test_a_region_that_no_member_has_is_named(engine):
-    node, controller, workers = engine
+    _, controller, workers = engine
     answer = order(controller, "open weigths")
     assert answer.startswith("UnknownRegion")
     assert "weigths" in answer

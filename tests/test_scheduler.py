@@ -26,8 +26,9 @@ from pymux.events import (
     Tick,
     Want,
 )
+from pymux.pages import PATIENCE_SECONDS
 from pymux.policy import fifo
-from pymux.scheduler import PATIENCE_SECONDS, Scheduler
+from pymux.scheduler import Scheduler
 
 DEV = "GPU-0"
 
@@ -324,7 +325,7 @@ def test_a_late_release_of_an_older_lease_changes_nothing():
     s.handle(Release(client=1, generation=old), 1)
     new = running(s, 1, 2, seq=2)
     assert s.handle(Release(client=1, generation=old), 2) == []
-    assert s.leases["job1", "main"].generation == new
+    assert s.table.leases["job1", "main"].generation == new
 
 
 def test_a_cancelled_request_is_forgotten():
@@ -356,7 +357,7 @@ def test_asking_twice_is_a_protocol_error_of_the_one_who_did():
     running(s, 1, 2)
     with pytest.raises(ProtocolError):
         s.handle(acquire(1, 2, seq=2), 1)
-    assert s.leases["job1", "main"].generation == 1
+    assert s.table.leases["job1", "main"].generation == 1
 
 
 def test_a_group_is_granted_when_all_members_are_there_and_on_all_their_devices():
@@ -510,7 +511,7 @@ class Sharing(RuleBasedStateMachine):
     @invariant()
     def one_lease_a_device(self):
         if hasattr(self, "s"):
-            assert len(self.s.leases) <= 1
+            assert len(self.s.table.leases) <= 1
             assert len(self.leases) <= 1
 
     @invariant()
@@ -523,8 +524,8 @@ class Sharing(RuleBasedStateMachine):
 
     @invariant()
     def a_free_device_with_waiters_is_granted(self):
-        if hasattr(self, "s") and self.s.queue:
-            assert self.s.leases
+        if hasattr(self, "s") and self.s.table.queue:
+            assert self.s.table.leases
 
     @invariant()
     def a_holder_that_lacks_pages_has_some_on_the_way(self):
