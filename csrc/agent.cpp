@@ -254,6 +254,14 @@ bool Agent::follows_at_once_locked() const {
   return it != gap_after_.end() && it->second < kBackToBack;
 }
 
+// Whether a phase may follow at once though somebody waits.
+bool Agent::may_extend_locked() const {
+  return follows_at_once_locked() && (!extended_ || now_seconds() < extend_until_);
+}
+
+// Parked, and recalled: the lease is kept for as long as it takes to see whether the phase follows.
+void Agent::linger_locked() { linger_until_ = left_at_ + kBackToBack; }
+
 void Agent::release_locked() {
   phase_ = Phase::idle;
   granted_ = attached_ = remote_ = recalled_ = extended_ = false;
@@ -330,11 +338,11 @@ void Agent::leave(Leave why, double back) {
       changed_.wait(lock, [&] { return ended_ >= generation || broken_ || closed_; });
       phase_ = Phase::idle;
     }
-  } else if (failed || fenced || (recalled_ && (why != Leave::end || extended_ || !follows_at_once_locked()))) {
+  } else if (failed || fenced || (recalled_ && (why != Leave::end || !may_extend_locked()))) {
     release_locked();
   } else {
     phase_ = Phase::parked;
-    if (recalled_) linger_until_ = left_at_ + kBackToBack;
+    if (recalled_) linger_locked();
   }
   if (work)
     post([this, save] {

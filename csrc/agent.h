@@ -150,6 +150,8 @@ class Agent {
   void count_run_locked(Leave why);
   bool alone() const { return !options_.joint; }
   bool follows_at_once_locked() const;
+  bool may_extend_locked() const;
+  void linger_locked();
 
   // agent thread: the loop (agent_loop.cpp)
   void run(std::promise<void>& ready);
@@ -179,7 +181,7 @@ class Agent {
   void on_grant(const wire::Grant& m);
   void on_active(std::uint64_t generation);
   void on_drain(std::uint64_t generation);
-  void on_fenced(std::uint64_t generation);
+  void on_fenced(const wire::Fenced& m);
   void open_remote_locked(const std::string& phase);
   std::uint64_t known_locked() const;
   void drain_device();
@@ -249,6 +251,7 @@ class Agent {
   std::map<std::string, double> gap_after_;  // seconds from a phase's end to the next acquire, last time
   double left_at_ = 0, linger_until_ = 0;    // 0: not
   bool extended_ = false;                    // this lease had a phase after its recall
+  double extend_until_ = 0;                  // before this, it may have more of them
   double expected_ = 0;
   int priority_ = 0;
   bool overlap_ = false, resumes_ = false;

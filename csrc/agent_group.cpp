@@ -142,27 +142,26 @@ void Agent::on_drain(std::uint64_t generation) {
   bool ran = false;
   {
     std::lock_guard lock(mutex_);
-    if (generation == 0) {  // only prepared, and nobody wants it any more
-      if (phase_ == Phase::waiting && remote_ && !granted_) {
-        phase_ = Phase::idle;
-        remote_ = false;
-        fill_.clear();
-      }
-      return;
+    if (phase_ == Phase::waiting && remote_ && !granted_) {  // only prepared; the next grant says it again
+      phase_ = Phase::idle;
+      remote_ = false;
+      fill_.clear();
     }
-    if (generation != generation_) return;
-    ran = (phase_ == Phase::active && remote_) || attached_;
+    if (generation == 0) return;
+    // Of a lease that this client has given up already, nothing is left to drain.
+    ran = generation == generation_ && ((phase_ == Phase::active && remote_) || attached_);
   }
   if (ran) {
     drain_device();
     take_fingerprints(nullptr);
   }
   std::lock_guard lock(mutex_);
-  if (remote_) {
+  const bool ours = generation == generation_;
+  if (ours && remote_) {
     phase_ = Phase::idle;
     remote_ = granted_ = active_flag_ = false;
     fill_.clear();
-  } else if (phase_ == Phase::waiting) {  // our own request goes on waiting
+  } else if (ours && phase_ == Phase::waiting) {  // our own request goes on waiting
     granted_ = attached_ = acknowledged_ = false;
   }
   auto r = wire::make<wire::Release>(wire::kRelease);
@@ -200,11 +199,11 @@ void Agent::fail_grant_locked(std::exception_ptr error) {
 }
 
 // This process was stopped for so long that its lease went to others. What it computed and holds stays.
-void Agent::on_fenced(std::uint64_t generation) {
+void Agent::on_fenced(const wire::Fenced& m) {
   bool again = false, ran = false;
   {
     std::lock_guard lock(mutex_);
-    if (generation != generation_) return;
+    if (m.generation != generation_) return;
     fences_ += 1;
     ran = phase_ == Phase::active && remote_;
     if (phase_ == Phase::active && !remote_) {
@@ -217,14 +216,14 @@ void Agent::on_fenced(std::uint64_t generation) {
                                        e->region->name + "' cannot come in. Leave the phase and enter it again."));
       fill_.clear();
     } else if (phase_ == Phase::waiting && !remote_ && (granted_ || attached_)) {
+      again = granted_ && !m.requeued;  // one that came after the fence waits already
       granted_ = attached_ = acknowledged_ = false;
-      again = true;
     } else if (phase_ == Phase::parked || remote_) {
       phase_ = Phase::idle;
       remote_ = granted_ = active_flag_ = recalled_ = recalled_flag_ = pressed_flag_ = false;
       fill_.clear();
     }
-    ended_ = std::max(ended_, generation);
+    ended_ = std::max(ended_, m.generation);
     changed_.notify_all();
   }
   if (ran) drain_device();

@@ -322,7 +322,7 @@ void Agent::handle(const std::vector<char>& bytes, std::vector<Fd>& fds) {
       }
       return;
     case wire::kFenced:
-      if (auto* m = as<wire::Fenced>(bytes)) on_fenced(m->generation);
+      if (auto* m = as<wire::Fenced>(bytes)) on_fenced(*m);
       return;
     case wire::kPing:
       send(wire::make<wire::Pong>(wire::kPong));
@@ -331,8 +331,15 @@ void Agent::handle(const std::vector<char>& bytes, std::vector<Fd>& fds) {
       if (auto* m = as<wire::Recall>(bytes)) {
         std::lock_guard lock(mutex_);
         if (m->generation != generation_ || phase_ == Phase::idle || phase_ == Phase::leaving) return;
+        extend_until_ = now_seconds() + static_cast<double>(m->extend_us) * 1e-6;
         if (phase_ == Phase::parked) {
-          if (!recalled_) release_locked();  // else it lingers, or a snapshot is on its way out
+          if (recalled_) return;  // it lingers already, or a snapshot is on its way out
+          if (m->extend_us > 0 && back_at_ == 0 && follows_at_once_locked()) {
+            recalled_ = recalled_flag_ = true;
+            linger_locked();
+          } else {
+            release_locked();
+          }
         } else {
           recalled_ = true;
           recalled_flag_ = true;

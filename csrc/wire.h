@@ -175,9 +175,10 @@ struct Grant {
   std::uint64_t seq, generation;
   char phase[64];
 };
+// extend_us: for so long, phases that follow at once may go before who waits.
 struct Recall {
   Header h;
-  std::uint64_t generation;
+  std::uint64_t generation, extend_us;
   std::uint32_t press, reserved;
 };
 struct Take {
@@ -230,6 +231,7 @@ struct Ping {
 struct Fenced {
   Header h;
   std::uint64_t generation;
+  std::uint32_t requeued, reserved;  // requeued: the phase had not begun, and waits again
 };
 #pragma pack(pop)
 

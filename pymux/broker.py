@@ -534,7 +534,8 @@ class Broker:
                     self._send(peer, wire.encode("regions", regions=action.regions))
                 self._send(peer, wire.encode("grant", seq=seq, generation=generation, phase=action.phase))
             case Recall(generation=generation, press=press):
-                self._send(peer, wire.encode("recall", generation=generation, press=int(press)))
+                extend = int(min(action.extend, 3600.0) * 1e6)
+                self._send(peer, wire.encode("recall", generation=generation, extend_us=extend, press=int(press)))
             case Prepare():
                 if action.regions:
                     self._send(peer, wire.encode("regions", regions=action.regions))
@@ -545,8 +546,8 @@ class Broker:
                 self._send(peer, wire.encode("drain", generation=generation))
             case Ended(generation=generation):
                 self._send(peer, wire.encode("ended", generation=generation))
-            case Fenced(generation=generation):
-                self._send(peer, wire.encode("fenced", generation=generation))
+            case Fenced(generation=generation, requeued=requeued):
+                self._send(peer, wire.encode("fenced", generation=generation, requeued=int(requeued)))
             case Ping():
                 self._send(peer, wire.encode("ping"))
             case Unresponsive(seconds=seconds):

@@ -8,7 +8,7 @@ if all their pages fit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from pymux.estimator import Durations
@@ -64,9 +64,18 @@ class Dispatcher:
             solo=job.elapsed - job.blocked,
         )
 
-    def presses(self, running: Lease, heir: Lease, now: float) -> bool:
-        """Whether a running lease should give way to its heir at the next yield point."""
-        return self.policy.yields(self.candidate(running, now), self.candidate(heir, now), now)
+    def presses(self, running: Lease, heir: Lease, now: float) -> tuple[bool, float]:
+        """Whether a running lease should give way to its heir at the next yield point.
+
+        Returns:
+            That; and if not, the seconds for which its group's phases may follow each other meanwhile.
+        """
+        waiting = self.candidate(heir, now)
+        candidate = replace(self.candidate(running, now), cost=waiting.cost)
+        if self.policy.yields(candidate, waiting, now):
+            return True, 0.0
+        following = replace(candidate, remaining=self._expected(running) or 0.0)
+        return False, self.policy.extends(following, waiting, now)
 
     def together(self, a: Lease, b: Lease) -> bool:
         """Whether two leases may run beside each other: the less urgent one allows it."""

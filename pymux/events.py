@@ -228,11 +228,12 @@ class Ended(Action):
 class Recall(Action):
     """Somebody waits: return the lease at the end of the phase, or now if it is parked.
 
-    ``press``: at the next yield point.
+    ``press``: at the next yield point. ``extend``: for so many seconds phases that follow at once may go first.
     """
 
     generation: int
     press: bool = False
+    extend: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,9 +243,13 @@ class Ping(Action):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fenced(Action):
-    """The client did not answer for too long; its lease of this generation went to others."""
+    """A member did not answer for too long; the lease of this generation goes to others.
+
+    ``requeued``: it had not begun, and waits again as the same request.
+    """
 
     generation: int
+    requeued: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

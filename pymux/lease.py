@@ -70,7 +70,9 @@ TRANSITIONS: dict[tuple[State, Cause], State] = {
     (State.LENT, Cause.RESUME): State.WAITING,
     (State.LENT, Cause.LAPSE): State.ENDED,
     (State.LENT, Cause.WITHDRAW): State.ENDED,
-    **{(s, Cause.FENCE): State.FENCED for s in _HELD},
+    (State.GRANTED, Cause.FENCE): State.WAITING,
+    (State.UNDOING, Cause.FENCE): State.WAITING,
+    **{(s, Cause.FENCE): State.FENCED for s in (*_RUNNING, State.DRAINING, State.LENDING)},
     (State.FENCED, Cause.WITHDRAW): State.ENDED,
     **{(s, Cause.WITHDRAW): State.ENDED for s in _HELD},
 }
@@ -87,6 +89,7 @@ class Lease:
         arrived: when the group asked, for the order of the queue.
         expected: seconds that the phase takes in all, as its caller said; 0: as learnt.
         ran: seconds of it that were done before this grant.
+        recalled_for: order of the lease that it was last recalled for.
         until: of a loan, when the group wants its devices back; of a request, before when it is not tried again.
     failure: why a member could not, and `error`, the exception's name.
     prepared: members that were told of the request without having asked.
@@ -116,6 +119,7 @@ class Lease:
     failure: str = ""
     error: str = ""
     attempts: int = 0
+    recalled_for: int = 0
     until: float = 0.0
     prepared: set[int] = field(default_factory=set)
 

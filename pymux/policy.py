@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 from pymux.errors import ConfigError
 
-WORTH = 4.0  # times a switch's cost that a phase runs before it gives way: a fifth of the time at most is lost
+WORTH = 10.0  # times the cost of switching there and back that a phase runs before it gives way
 MARGIN = 0.10  # by which a waiting phase must come before the running one
 
 
@@ -23,7 +24,7 @@ class Candidate:
         arrived: when its group asked for the device, seconds.
         ran: seconds since its grant, while it runs.
         remaining: seconds that it needs the device still, as expected.
-        cost: seconds that switching to it takes, as expected.
+        cost: seconds that switching to it takes, as expected; of what runs, back to it.
         priority: smaller is more urgent, as CUDA counts.
         weight: of its job.
         elapsed: seconds that its job has been here, those long ago counting less.
@@ -52,12 +53,14 @@ class Policy:
         key: of a candidate at a time; smaller runs first, ties in the order of arrival.
         max_wait: seconds after which a waiting phase comes before all that wait for less long.
         gives_way: whether a running phase with this key gives way to a waiting one with that key.
+        extension: seconds for which the running job's phases may follow each other before the waiting one's turn.
     """
 
     name: str
     key: Key
     max_wait: float
     gives_way: Callable[[float, float], bool]
+    extension: Callable[[Candidate, Candidate, float], float] = lambda running, waiting, now: 0.0  # noqa: ARG005
 
     def order(self, waiting: Sequence[Candidate], now: float) -> list[int]:
         """Return the indices of the candidates, most urgent first.
@@ -77,6 +80,19 @@ class Policy:
     def overdue(self, c: Candidate, now: float) -> bool:
         """Whether a candidate has waited for so long that nobody may overtake it."""
         return now - c.arrived >= self.max_wait
+
+    def extends(self, running: Candidate, waiting: Candidate, now: float) -> float:
+        """Seconds for which the running job may go on with phases that follow at once, though another waits.
+
+        Without it nobody could have more than half of a device: at the end of a phase its job is not in the queue.
+
+        Args:
+            running: of the running job.
+            waiting: the next one.
+            now: seconds.
+        """
+        bound = waiting.arrived + self.max_wait - now
+        return max(0.0, min(self.extension(running, waiting, now), bound))
 
     def yields(self, running: Candidate, waiting: Candidate, now: float) -> bool:
         """Whether a running phase should give way at its next yield point.
@@ -105,6 +121,22 @@ def _slowdown(c: Candidate, now: float) -> float:  # noqa: ARG001
     return -c.weight * (c.elapsed + phase) / (c.solo + phase + c.cost)
 
 
+def _until_even(running: Candidate, waiting: Candidate, now: float) -> float:  # noqa: ARG001
+    """Seconds until the running job's weighted slowdown is no longer the larger one, if it goes on running.
+
+    While it runs for t, its elapsed and solo time grow by t, and of the waiting job the elapsed time alone. Equal
+    weighted slowdowns are a quadratic equation in t.
+    """
+    r, w = running, waiting
+    next_phase, phase = max(r.remaining, 1e-3), max(w.remaining, 1e-3)
+    er, sr = r.elapsed + next_phase, r.solo + next_phase
+    ew, sw = w.elapsed + phase, w.solo + phase + w.cost
+    a, b, c = w.weight, w.weight * (ew + sr) - r.weight * sw, w.weight * ew * sr - r.weight * er * sw
+    if c >= 0:
+        return 0.0
+    return (-b + sqrt(b * b - 4 * a * c)) / (2 * a)
+
+
 def _remaining(c: Candidate, now: float) -> float:  # noqa: ARG001
     return c.remaining + c.cost
 
@@ -121,6 +153,7 @@ def fair(max_wait: float) -> Policy:
         key=_slowdown,
         max_wait=max_wait,
         gives_way=lambda running, waiting: waiting < running * (1 + MARGIN),
+        extension=_until_even,
     )
 
 
@@ -132,7 +165,11 @@ def priority(max_wait: float, ageing: float = 10.0) -> Policy:
         return c.priority - (waited - c.cost) / ageing
 
     return Policy(
-        name="priority", key=key, max_wait=max_wait, gives_way=lambda running, waiting: waiting < running - MARGIN
+        name="priority",
+        key=key,
+        max_wait=max_wait,
+        gives_way=lambda running, waiting: waiting < running - MARGIN,
+        extension=lambda running, waiting, now: (key(waiting, now) - key(running, now)) * ageing,
     )
 
 

@@ -334,7 +334,7 @@ class Scheduler:
         held = self.table.leases.get(group.key)
         if held and held.state is State.LENT:
             if e.phase == held.phase and client.id in held.openers:
-                held.openers[client.id] = e.seq
+                held.openers = {client.id: e.seq}
                 self.pages.note_want(client, e, now)
                 held.ran = e.ran
                 self._move(held, Cause.RESUME, now)
@@ -344,9 +344,11 @@ class Scheduler:
             held = None
         if held and client.id in held.openers and (held.running or held.state is State.GRANTED):
             raise ProtocolError(f"client '{client.name}' asked for a lease that its group has already")
-        requests = self.table.requests_of(group.key)
-        if any(client.id in x.openers for x in requests):
-            raise ProtocolError(f"client '{client.name}' asked for a lease that its group waits for already")
+        for other in self.table.requests_of(group.key):
+            if other.phase != e.phase and client.id in other.openers:  # it waits for one thing at a time
+                del other.openers[client.id]
+                if not other.openers:
+                    self._withdraw(other, now, out)
         if group.lost:
             text = group.lost
             out.append(Deny(client=client.id, seq=e.seq, need=0, budget=0, error="MemberLost", text=text))
@@ -363,7 +365,7 @@ class Scheduler:
             held.released.discard(client.id)
             out.append(Grant(client=client.id, seq=e.seq, generation=held.generation, phase=held.phase))
             return
-        request = next((x for x in requests if x.phase == e.phase), None)
+        request = next((x for x in self.table.requests_of(group.key) if x.phase == e.phase), None)
         if request is None:
             self._arrivals += 1
             request = Lease(
@@ -418,7 +420,9 @@ class Scheduler:
                     self._prepare(request, out)
                 return
         lease = self.table.leases.get(client.group.key)
-        if lease and lease.openers.get(client.id) == seq and (lease.running or lease.state is State.GRANTED):
+        if lease and lease.openers.get(client.id) == seq and lease.state is State.UNDOING:
+            del lease.openers[client.id]
+        elif lease and lease.openers.get(client.id) == seq and (lease.running or lease.state is State.GRANTED):
             if len(lease.openers) > 1:
                 self._step_back(lease, client, out)
                 return
@@ -468,6 +472,7 @@ class Scheduler:
         self.generation += 1
         lease.generation = self.generation
         lease.granted, lease.ready, lease.known, lease.released, lease.failure = now, set(), 0, set(), ""
+        lease.recalled_for = 0
         lease.lacking = {d: self.pages.lacking(lease, d) for d in lease.devices}
         self._move(lease, Cause.GRANT, now)
         told = self.members.groups[lease.group].joint
@@ -576,18 +581,24 @@ class Scheduler:
         if group and group.joint and lease.state is not State.UNDOING:
             out += [Ended(client=m, generation=lease.generation) for m in sorted(lease.members)]
         again = self._move(lease, Cause.DRAINED, now) is State.WAITING
-        lease.prepared = set()
         if not again or group is None:
             return
-        if not lease.openers:
-            self._withdraw(lease, now, out)
-        elif group.lost:
+        if group.lost:
             self._deny_openers(lease, "MemberLost", group.lost, now, out)
         elif lease.attempts >= ATTEMPTS:
             self._deny_openers(lease, lease.error, lease.failure, now, out)
         else:
             lease.until = now + RETRY_SECONDS
-            self.table.enqueue(lease, group)
+            self._requeue(lease, group, now, out)
+
+    def _requeue(self, lease: Lease, group: Group, now: float, out: list[Action]) -> None:
+        """The request waits as before it was granted."""
+        lease.prepared = set()
+        if not lease.openers:
+            self._withdraw(lease, now, out)
+            return
+        self.table.enqueue(lease, group)
+        if group.joint:
             self._prepare(lease, out)
 
     # ---- time ----------------------------------------------------------------------------------
@@ -633,10 +644,16 @@ class Scheduler:
             self.table.touched.add(client.device)
         lease = self.table.leases.get(client.group.key)
         if lease and lease.occupies and client.id in lease.members:
-            out += [Fenced(client=m, generation=lease.generation) for m in sorted(lease.members)]
+            requeued = lease.state in {State.GRANTED, State.UNDOING}
+            fenced = [Fenced(client=m, generation=lease.generation, requeued=requeued) for m in sorted(lease.members)]
+            out += fenced
             for m in lease.members:
-                self.pages.forget_want(self.members.clients[m])
+                self.pages.settled(self.members.clients[m])
+                if not requeued or m not in lease.openers:
+                    self.pages.forget_want(self.members.clients[m])
             self._move(lease, Cause.FENCE, now)
+            if requeued:
+                self._requeue(lease, client.group, now, out)
 
     # ---- decisions -----------------------------------------------------------------------------
 
@@ -672,11 +689,16 @@ class Scheduler:
         for lease in self.table.on[device]:
             if lease.state not in {State.ACTIVE, State.RECALLED} or self.dispatcher.together(lease, heir):
                 continue
-            press = self.dispatcher.presses(lease, heir, now)
+            press, extend = self.dispatcher.presses(lease, heir, now)
+            if not press and lease.state is State.RECALLED and lease.recalled_for == heir.order:
+                continue
             if press or lease.state is State.ACTIVE:
                 self._move(lease, Cause.PRESS if press else Cause.RECALL, now)
-                recalls = [Recall(client=m, generation=lease.generation, press=press) for m in sorted(lease.openers)]
-                out += recalls
+            lease.recalled_for = heir.order
+            recalls = [
+                Recall(client=m, generation=lease.generation, press=press, extend=extend) for m in sorted(lease.openers)
+            ]
+            out += recalls
 
 
 def region_names(text: str) -> list[str]:

@@ -82,7 +82,7 @@ LAYOUTS = (
     _layout("welcome", 101, "IIQ256s", "version client budget spill_dir"),
     _layout("error", 102, "II512s", "code reserved text"),
     _layout("grant", 103, "QQ64s", "seq generation phase"),
-    _layout("recall", 104, "QII", "generation press reserved"),
+    _layout("recall", 104, "QQII", "generation extend_us press reserved"),
     _layout("take", 105, "II", "count reserved"),
     _layout("give", 106, "II", "count reserved"),
     _layout("deny", 107, "QQQII512s", "seq need budget code reserved text"),
@@ -94,7 +94,7 @@ LAYOUTS = (
     _layout("drain", 114, "Q", "generation"),
     _layout("ended", 115, "Q", "generation"),
     _layout("ping", 116, "", ""),
-    _layout("fenced", 117, "Q", "generation"),
+    _layout("fenced", 117, "QII", "generation requeued reserved"),
 )
 _BY_NAME = {x.name: x for x in LAYOUTS}
 _BY_TYPE = {x.type: x for x in LAYOUTS}

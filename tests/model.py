@@ -88,7 +88,9 @@ class World:
     def __init__(self, setup: Setup, policy: Policy | None = None) -> None:
         self.setup = setup
         self.now = 1.0
-        self.left = {k: getattr(setup, k) for k in ("crashes", "stops", "repeats", "failures", "giveups", "ticks", "loans")}
+        self.left = {
+            k: getattr(setup, k) for k in ("crashes", "stops", "repeats", "failures", "giveups", "ticks", "loans")
+        }
         self.scheduler = Scheduler(policy or fifo(1e9), host_budget=1 << 40, unresponsive_after=10.0)
         for device in sorted({d for _, d, _ in setup.clients} - {""}):
             self.scheduler.add_device(device, 1 << 20, setup.budget, setup.budget)
@@ -168,8 +170,8 @@ class World:
                     self.give_up_grant(c)
             case ev.Ping():
                 self.send(ev.Pong(client=c.id))
-            case ev.Fenced(generation=g):
-                self.fence(c, g)
+            case ev.Fenced(generation=g, requeued=requeued):
+                self.fence(c, g, requeued=requeued)
             case ev.HostGrant():
                 pass
             case other:
@@ -181,26 +183,28 @@ class World:
             self.send(ev.Want(client=c.id, seq=c.seq, want=c.need, counts=self.counts(c)))
 
     def drain(self, c: Client, g: int) -> None:
+        if c.state == "waiting" and c.remote and not c.granted:
+            c.state, c.remote = "idle", False
         if g == 0:
-            if c.state == "waiting" and c.remote and not c.granted:
-                c.state, c.remote = "idle", False
             return
         if g != c.generation:
-            return
-        if c.remote:
+            pass
+        elif c.remote:
             c.state, c.remote, c.granted = "idle", False, False
         elif c.state == "waiting":
             c.granted = c.attached = c.acknowledged = False
         self.send(ev.Release(client=c.id, generation=g, counts=self.counts(c)))
 
-    def fence(self, c: Client, g: int) -> None:
+    def fence(self, c: Client, g: int, *, requeued: bool) -> None:
         if g != c.generation:
             return
         if c.state == "active" and not c.remote:
             c.fenced = c.recalled = True
         elif c.state == "waiting" and not c.remote and (c.granted or c.attached):
+            again = c.granted and not requeued
             c.granted = c.attached = c.acknowledged = False
-            self.ask(c)
+            if again:
+                self.ask(c)
         elif c.state in {"parked", "leaving"} or c.remote:
             c.state, c.remote, c.granted, c.recalled = "idle", False, False, False
 
@@ -381,8 +385,11 @@ class World:
                 self.ask(replace(c, inbox=[]))
             except ProtocolError:
                 return
-            if not (c.attached or (c.joint and c.state == "waiting")):
-                raise Violation("a second request of one client was taken")
+            c.seq += 1
+            if c.state == "waiting":
+                c.acquire_seq = c.seq
+            else:
+                raise Violation("a running client's request was taken")
 
     # ---- promises --------------------------------------------------------------------------------
 
@@ -444,10 +451,15 @@ class World:
         raise Violation(f"stuck: {waiting}; leases {[x.state.value for x in self.scheduler.table.leases.values()]}")
 
     def settled(self) -> bool:
-        return all(
-            not c.alive or c.stopped or (c.state in {"idle", "parked"} and not c.inbox and not c.owed and not c.lending)
-            for c in self.clients
-        ) and not self.scheduler.table.queue
+        return (
+            all(
+                not c.alive
+                or c.stopped
+                or (c.state in {"idle", "parked"} and not c.inbox and not c.owed and not c.lending)
+                for c in self.clients
+            )
+            and not self.scheduler.table.queue
+        )
 
     # ---- identity --------------------------------------------------------------------------------
 
@@ -467,7 +479,7 @@ class World:
 
         def message(m: ev.Action, c: Client) -> tuple[object, ...]:
             return (
-                type(m).__name__, g(getattr(m, "generation", 0)), getattr(m, "count", 0),
+                type(m).__name__, getattr(m, "requeued", 0), g(getattr(m, "generation", 0)), getattr(m, "count", 0),
                 getattr(m, "seq", -1) == c.acquire_seq, getattr(m, "seq", -1) == c.seq, getattr(m, "seq", -1) == 0,
             )  # fmt: skip
 
@@ -488,8 +500,12 @@ class World:
              [message(m, c) for m in c.inbox])
             for c in self.clients
         ]  # fmt: skip
-        heirs = sorted((d, x.order - min(y.order for y in s.table.queue)) for d, x in s._heirs.items() if x in s.table.queue)
-        return pickle.dumps((leases, queue, banks, who, clients, heirs, sorted(s.pages._short), sorted(self.left.items())))
+        heirs = sorted(
+            (d, x.order - min(y.order for y in s.table.queue)) for d, x in s._heirs.items() if x in s.table.queue
+        )
+        return pickle.dumps(
+            (leases, queue, banks, who, clients, heirs, sorted(s.pages._short), sorted(self.left.items()))
+        )
 
 
 class _Pickler(pickle.Pickler):

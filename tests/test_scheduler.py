@@ -360,6 +360,17 @@ def test_asking_twice_is_a_protocol_error_of_the_one_who_did():
     assert s.table.leases["job1", "main"].generation == 1
 
 
+def test_a_request_that_is_repeated_while_it_waits_is_one_request():
+    s = scheduler()
+    for c in (1, 2):
+        s.handle(joined(c), 0)
+    g = running(s, 1, 2)
+    s.handle(acquire(2, 2, seq=4), 0)
+    s.handle(acquire(2, 2, seq=5), 0)
+    assert of(Grant, s.handle(Release(client=1, generation=g), 1)) == [Grant(client=2, seq=5, generation=g + 1)]
+    assert s.table.queue == []
+
+
 def test_a_group_is_granted_when_all_members_are_there_and_on_all_their_devices():
     s = scheduler(devices=("A", "B"))
     s.handle(joined(1, job="j", name="r0", group="g", joint=True, world=2, rank=0, device="A"), 0)
