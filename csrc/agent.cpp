@@ -268,19 +268,19 @@ void Agent::release_locked() {
   linger_until_ = 0;
   active_flag_ = recalled_flag_ = pressed_flag_ = false;
   if (std::exchange(fenced_, false)) return;  // it is others' already
-  for (auto& [name, ran] : ran_phases_) {
-    auto m = wire::make<wire::Ran>(wire::kRan);
-    wire::put_text(m.phase, sizeof m.phase, name);
-    m.count = ran.first;
-    m.total_us = static_cast<std::uint64_t>(ran.second * 1e6);
-    send(m);
-  }
-  ran_phases_.clear();
   auto m = wire::make<wire::Release>(wire::kRelease);
   m.generation = generation_;
   if (back_at_ > 0) m.back_us = static_cast<std::uint64_t>(std::max(0.0, back_at_ - now_seconds()) * 1e6);
   m.counts = counts_locked();
   send(m);
+  for (auto& [name, ran] : ran_phases_) {  // afterwards: somebody waits for the release
+    auto r = wire::make<wire::Ran>(wire::kRan);
+    wire::put_text(r.phase, sizeof r.phase, name);
+    r.count = ran.first;
+    r.total_us = static_cast<std::uint64_t>(ran.second * 1e6);
+    send(r);
+  }
+  ran_phases_.clear();
 }
 
 // Accounts for the time that the phase ran.
@@ -327,7 +327,7 @@ void Agent::leave(Leave why, double back) {
   left_at_ = now_seconds();
   count_run_locked(why);
   back_at_ = why == Leave::lend && back > 0 ? left_at_ + back : 0;
-  const bool work = recalled_ || !lazy_.empty() || expected_takes_locked() > 0;
+  const bool work = !lazy_.empty() || expected_takes_locked() > 0;
   const bool save = !follows_at_once_locked();  // else the next phase says better what will not be written
   const bool fenced = fenced_;
   if (!alone()) {

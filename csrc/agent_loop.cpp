@@ -587,8 +587,8 @@ void Agent::settle() {
       }
     }
   }
-  if (grown || active) changed_.notify_all();
   lock.unlock();
+  if (grown || active) changed_.notify_all();
   if (active) save_due_ = true;
   if (acknowledge) send_ready();
   if (device_ && (grown || active)) plan_host();

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import resource
-import selectors
+import select
 import signal
 import socket
 import struct
@@ -47,6 +47,7 @@ from pymux.events import (
     Ping,
     Pong,
     Prepare,
+    Promise,
     Ran,
     Ready,
     Recall,
@@ -73,6 +74,7 @@ MAX_OUTBOX = 4096  # messages to a client that does not read
 MAX_REGIONS = 1024  # whose figures a client may tell
 MAX_SPILL_PATH = 255  # bytes; the welcome message has room for so many
 MAX_REQUEST = 4096  # bytes of a client's message; the longest names regions, in a thousand
+_ANCILLARY = socket.CMSG_SPACE(4 * wire.MAX_FDS)
 SO_PEERGROUPS = 59  # <asm-generic/socket.h>; Python's socket module has no name for it
 
 
@@ -89,12 +91,24 @@ class Peer:
     observer: bool = False
     joined: bool = False
     regions: str = ""  # of the acquire that follows
+    promise: Promised | None = None
     figures: dict[str, dict[str, int]] = field(default_factory=dict)  # of its regions, as last told
     coming: dict[str, dict[str, int]] = field(default_factory=dict)  # of an answer that is not whole yet
     outbox: deque[tuple[bytes, list[int]]] = field(default_factory=deque)
+    writing: bool = False  # whether the loop watches for room in its socket
 
     def __str__(self) -> str:
         return f"{self.job or '?'}/{self.name or '?'} (pid {self.pid})"
+
+
+@dataclass(frozen=True, slots=True)
+class Promised:
+    """What is sent to whom as soon as a release comes; see events.Promise."""
+
+    release: bytes  # how its message begins
+    heir: Peer
+    packet: bytes
+    grant: Grant
 
 
 @dataclass(slots=True)
@@ -188,11 +202,12 @@ class Broker:
             _open_to_groups(runtime_dir, self._path, self._groups)
         self._listener.listen(1024)
         self._listener.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._poll = select.epoll()
+        self._poll.register(self._listener, select.EPOLLIN)
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._selector.register(self._wake_r, selectors.EVENT_READ)
+        self._poll.register(self._wake_r, select.EPOLLIN)
         self._peers: dict[int, Peer] = {}
+        self._by_fd: dict[int, Peer] = {}
         self._devices: dict[str, Device] = {}
         self._inquiries: list[Inquiry] = []
         self._next_id = 1
@@ -216,18 +231,17 @@ class Broker:
         """Serve until stopped, or until nobody has been connected for `linger` seconds."""
         try:
             while not self._stopping:
-                for key, mask in self._selector.select(self._timeout()):
-                    if key.fileobj is self._listener:
+                for fd, mask in self._poll.poll(self._timeout()):
+                    if peer := self._by_fd.get(fd):
+                        if mask & ~select.EPOLLOUT:
+                            self._read(peer)
+                        if mask & select.EPOLLOUT:
+                            self._flush(peer)
+                    elif fd == self._listener.fileno():
                         self._accept()
-                    elif key.fd == self._wake_r:
+                    else:
                         with contextlib.suppress(BlockingIOError):
                             os.read(self._wake_r, 4096)
-                    else:
-                        peer = self._peers.get(key.data)
-                        if peer and mask & selectors.EVENT_WRITE:
-                            self._flush(peer)
-                        if peer and mask & selectors.EVENT_READ:
-                            self._read(peer)
                 self._timers()
         finally:
             self._close()
@@ -274,7 +288,7 @@ class Broker:
         self._listener.close()
         self._path.unlink(missing_ok=True)
         os.close(self._spare_fd)
-        self._selector.close()
+        self._poll.close()
         os.close(self._wake_r)
         os.close(self._wake_w)
         os.close(self._lock)
@@ -293,8 +307,8 @@ class Broker:
         sock.setblocking(False)
         peer = Peer(sock=sock, id=self._next_id, pid=pid)
         self._next_id += 1
-        self._peers[peer.id] = peer
-        self._selector.register(sock, selectors.EVENT_READ, peer.id)
+        self._peers[peer.id] = self._by_fd[sock.fileno()] = peer
+        self._poll.register(sock, select.EPOLLIN)
         if uid not in {os.getuid(), 0} and not self._groups & {gid, *_supplementary_groups(sock)}:
             self._reject(
                 peer,
@@ -321,11 +335,21 @@ class Broker:
     def _read(self, peer: Peer) -> None:
         for _ in range(16):  # then the others get a turn
             try:
-                packet, fds, flags, _ = socket.recv_fds(peer.sock, MAX_REQUEST, wire.MAX_FDS, socket.MSG_DONTWAIT)
+                packet, ancillary, flags, _ = peer.sock.recvmsg(MAX_REQUEST, _ANCILLARY, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except OSError:
-                packet, fds, flags = b"", [], 0
+                packet, ancillary, flags = b"", [], 0
+            promise = peer.promise
+            if promise and packet.startswith(promise.release):  # everything else can wait
+                heir = promise.heir
+                try:
+                    if heir.outbox:
+                        raise BlockingIOError  # noqa: TRY301 - the same as a full socket
+                    heir.sock.send(promise.packet, socket.MSG_NOSIGNAL)
+                except OSError:
+                    self._send(heir, promise.packet)
+            fds = [fd for _, _, data in ancillary for (fd,) in struct.iter_unpack("i", data)] if ancillary else []
             if not packet and not fds:
                 self._drop(peer)
                 return
@@ -353,7 +377,8 @@ class Broker:
     def _drop(self, peer: Peer) -> None:
         if self._peers.pop(peer.id, None) is None:
             return
-        self._selector.unregister(peer.sock)
+        del self._by_fd[peer.sock.fileno()]
+        self._poll.unregister(peer.sock)
         peer.sock.close()
         for _, fds in peer.outbox:
             if fds:
@@ -434,6 +459,13 @@ class Broker:
                 )
             case _:
                 raise ProtocolError(f"message {name} is not for the broker")
+        promise = peer.promise
+        if promise and name == "release" and packet.startswith(promise.release):
+            peer.promise = None
+            actions = self._scheduler.handle(event, now)
+            actions.remove(promise.grant)  # is on its way already
+            self._perform(actions, now)
+            return
         self._handle(event, now)
 
     def _hello(self, peer: Peer, m: dict[str, Any], now: float) -> None:
@@ -533,6 +565,15 @@ class Broker:
                 if action.regions:
                     self._send(peer, wire.encode("regions", regions=action.regions))
                 self._send(peer, wire.encode("grant", seq=seq, generation=generation, phase=action.phase))
+            case Promise(generation=generation, grant=grant):
+                peer.promise = None
+                if grant:
+                    peer.promise = Promised(
+                        release=wire.encode("release", generation=generation)[: wire.RELEASE_PROMISED],
+                        heir=self._peers[grant.client],
+                        packet=wire.encode("grant", seq=grant.seq, generation=grant.generation),
+                        grant=grant,
+                    )
             case Recall(generation=generation, press=press):
                 extend = int(min(action.extend, 3600.0) * 1e6)
                 self._send(peer, wire.encode("recall", generation=generation, extend_us=extend, press=int(press)))
@@ -594,7 +635,10 @@ class Broker:
         while peer.outbox:
             packet, fds = peer.outbox[0]
             try:
-                socket.send_fds(peer.sock, [packet], fds, socket.MSG_NOSIGNAL)
+                if fds:
+                    socket.send_fds(peer.sock, [packet], fds, socket.MSG_NOSIGNAL)
+                else:
+                    peer.sock.send(packet, socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 if len(peer.outbox) > MAX_OUTBOX:
                     log.warning("%s does not read its messages: dropped", peer)
@@ -606,9 +650,9 @@ class Broker:
             for fd in fds:
                 os.close(fd)
             peer.outbox.popleft()
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
-        if self._selector.get_key(peer.sock).events != events:
-            self._selector.modify(peer.sock, events, peer.id)
+        if peer.writing != bool(peer.outbox):
+            peer.writing = bool(peer.outbox)
+            self._poll.modify(peer.sock, select.EPOLLIN | (select.EPOLLOUT if peer.writing else 0))
 
     # ---- devices -------------------------------------------------------------------------------
 

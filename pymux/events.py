@@ -196,6 +196,17 @@ class Grant(Action):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Promise(Action):
+    """For the broker: when the client releases this generation for good, this will be among the actions.
+
+    It may be sent at once, before anything is decided. None: what was promised for this generation is not so.
+    """
+
+    generation: int
+    grant: Grant | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Prepare(Action):
     """Another member asked for this phase: fetch its regions as pages come."""
 

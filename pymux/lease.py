@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from pymux.events import Grant
+
 GroupKey = tuple[str, str]
 
 
@@ -89,6 +91,7 @@ class Lease:
         arrived: when the group asked, for the order of the queue.
         expected: seconds that the phase takes in all, as its caller said; 0: as learnt.
         ran: seconds of it that were done before this grant.
+        promised: the lease that is granted when this one is released, and `promise`, its grant.
         recalled_for: order of the lease that it was last recalled for.
         until: of a loan, when the group wants its devices back; of a request, before when it is not tried again.
     failure: why a member could not, and `error`, the exception's name.
@@ -119,6 +122,8 @@ class Lease:
     failure: str = ""
     error: str = ""
     attempts: int = 0
+    promised: Lease | None = None
+    promise: Grant | None = None
     recalled_for: int = 0
     until: float = 0.0
     prepared: set[int] = field(default_factory=set)

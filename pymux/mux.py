@@ -502,6 +502,8 @@ class Mux:
             found = [self._regions[n] for n in names if n in self._regions]
             return [r.core for r in found if r.agent is opener]
 
+        p.opener = opener
+        p.resident, p.done = {n for n in eager if n in self._regions}, set()
         begin = time.monotonic()
         opener.acquire(
             phase=o.name,
@@ -516,8 +518,7 @@ class Mux:
             resumes=resumes,
             ranks=0 if len(on) == len(self._agents) else sum(1 << i for i in on),
         )
-        p.opener, p.entered = opener, time.monotonic()
-        p.resident, p.done = {n for n in eager if n in self._regions}, set()
+        p.entered = time.monotonic()  # between acquire() and the body every line counts: caches are cold
         self._open = p
         self._spans.append(("wait", o.name, begin, p.entered))
         if o.priority:

@@ -80,6 +80,10 @@ class Pages:
         """Seconds that it takes to make a waiting lease's pages resident, as expected."""
         return max((self.lacking(lease, d) * self.costs[d].per_page for d in lease.devices), default=0.0)
 
+    def none_stopped(self, device: str) -> bool:
+        """Whether no pages of a device are with somebody who does not answer."""
+        return all(a.unwilling_until < inf for a in self.banks[device].accounts.values())
+
     def fits(self, lease: Lease, on: Mapping[str, Sequence[Lease]]) -> bool:
         """Whether a waiting lease's pages can be had beside those of who runs, without those of who is stopped."""
         for device in lease.devices:

@@ -35,6 +35,7 @@ from pymux.events import (
     Ping,
     Pong,
     Prepare,
+    Promise,
     Ran,
     Ready,
     Recall,
@@ -467,12 +468,11 @@ class Scheduler:
             self.table.touched |= lease.devices
         return after
 
-    def _grant(self, lease: Lease, now: float, out: list[Action]) -> None:
+    def _grant(self, lease: Lease, now: float, out: list[Action], generation: int = 0) -> None:
         self.table.dequeue(lease)
-        self.generation += 1
-        lease.generation = self.generation
+        lease.generation = generation or self._new_generation()
         lease.granted, lease.ready, lease.known, lease.released, lease.failure = now, set(), 0, set(), ""
-        lease.recalled_for = 0
+        lease.recalled_for, lease.promised, lease.promise = 0, None, None
         lease.lacking = {d: self.pages.lacking(lease, d) for d in lease.devices}
         self._move(lease, Cause.GRANT, now)
         told = self.members.groups[lease.group].joint
@@ -510,6 +510,7 @@ class Scheduler:
         self._move(lease, Cause.ACKNOWLEDGED, now)
         for device in lease.devices & self._heirs.keys():
             self._recall(device, now, out)
+            self._promise(device, out)
 
     def _release(self, client: Client, e: Release, now: float, out: list[Action]) -> None:
         if client.device:
@@ -527,6 +528,9 @@ class Scheduler:
             lease.released.add(client.id)
             lease.until = now + e.back
             self._end(lease, Cause.LEND if e.back > 0 else Cause.RELEASE, now, out)
+            if lease.promised and lease.promise and e.back == 0:
+                assert lease.promised.state is State.WAITING
+                self._grant(lease.promised, now, out, lease.promise.generation)
         else:
             lease.released.add(client.id)
             self._settle_drain(lease, now, out)
@@ -670,6 +674,7 @@ class Scheduler:
                 if device in decision.heirs:
                     self._heirs[device] = decision.heirs[device]
                     self._recall(device, now, out)
+                self._promise(device, out)
             self._counted |= scope
         for device in sorted(self._counted):
             order = [x for x in self._orders[device] if x.state is State.WAITING]
@@ -682,6 +687,32 @@ class Scheduler:
             shared = (b.accounts for b in self.banks.values() if len(b.accounts) > 1)
             out += self.host.plan({c for accounts in shared for c in accounts})
         return out
+
+    def _new_generation(self) -> int:
+        self.generation += 1
+        return self.generation
+
+    def _promise(self, device: str, out: list[Action]) -> None:
+        """Settle what follows a lease of one process on one device, so that no decision stands in its way."""
+        for lease in self.table.on[device]:
+            heir = self._heirs.get(device)
+            if heir and not (
+                lease.running
+                and len(self.table.on[device]) == len(lease.members) == len(heir.members) == 1
+                and lease.devices == heir.devices
+                and not any(self.members.groups[x.group].joint for x in (lease, heir))
+                and self.pages.none_stopped(device)
+                and not any(x.state is State.LENT and device in x.devices for x in self.table.leases.values())
+            ):
+                heir = None
+            (seq,) = heir.openers.values() if heir else (0,)
+            if lease.promised is heir and (lease.promise is None or lease.promise.seq == seq):
+                continue
+            lease.promised, lease.promise = heir, None
+            if heir:
+                (member,) = heir.members
+                lease.promise = Grant(client=member, seq=seq, generation=self._new_generation())
+            out += [Promise(client=m, generation=lease.generation, grant=lease.promise) for m in lease.members]
 
     def _recall(self, device: str, now: float, out: list[Action]) -> None:
         """Ask those who are in the way of who is next."""

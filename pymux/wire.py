@@ -99,6 +99,7 @@ LAYOUTS = (
 _BY_NAME = {x.name: x for x in LAYOUTS}
 _BY_TYPE = {x.type: x for x in LAYOUTS}
 STATUS_REPLY = 108  # header and JSON
+RELEASE_PROMISED = _HEADER.size + 16  # bytes of a release that say of which generation, and that it is not a loan
 
 
 def encode(name: str, **fields: Any) -> bytes:

@@ -94,6 +94,7 @@ class World:
         self.scheduler = Scheduler(policy or fifo(1e9), host_budget=1 << 40, unresponsive_after=10.0)
         for device in sorted({d for _, d, _ in setup.clients} - {""}):
             self.scheduler.add_device(device, 1 << 20, setup.budget, setup.budget)
+        self.promises: dict[tuple[int, int], ev.Grant | None] = {}  # as the broker knows them
         self.clients: list[Client] = []
         for i, (job, device, need) in enumerate(setup.clients, 1):
             joint = job in setup.joint
@@ -113,7 +114,14 @@ class World:
     # ---- both ways -------------------------------------------------------------------------------
 
     def send(self, event: ev.Event | ev.Tick) -> None:
-        for action in self.scheduler.handle(event, self.now):
+        actions = self.scheduler.handle(event, self.now)
+        promised = self.promises.get((event.client, event.generation)) if isinstance(event, ev.Release) else None
+        if promised and event.back == 0 and promised not in actions:
+            raise Violation(f"{promised} was promised")
+        for action in actions:
+            if isinstance(action, ev.Promise):
+                self.promises[action.client, action.generation] = action.grant
+                continue
             if isinstance(action, ev.Unresponsive):
                 continue
             client = self.clients[action.client - 1]

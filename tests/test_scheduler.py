@@ -313,7 +313,7 @@ def test_a_dead_clients_lease_and_pages_go_to_the_next():
     running(s, 1, 4)
     s.handle(acquire(2, 4), 0)
     actions = s.handle(Left(client=1), 1)
-    assert of(Grant, actions) == [Grant(client=2, seq=1, generation=2)]
+    assert [(a.client, a.seq) for a in of(Grant, actions)] == [(2, 1)]
     assert of(Give, actions) == [Give(client=2, count=4)]
 
 
@@ -367,7 +367,8 @@ def test_a_request_that_is_repeated_while_it_waits_is_one_request():
     g = running(s, 1, 2)
     s.handle(acquire(2, 2, seq=4), 0)
     s.handle(acquire(2, 2, seq=5), 0)
-    assert of(Grant, s.handle(Release(client=1, generation=g), 1)) == [Grant(client=2, seq=5, generation=g + 1)]
+    grants = of(Grant, s.handle(Release(client=1, generation=g), 1))
+    assert [(a.client, a.seq) for a in grants] == [(2, 5)]
     assert s.table.queue == []
 
 
