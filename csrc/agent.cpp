@@ -1,6 +1,7 @@
 // The agent as its callers see it: what may be called from any thread.
 #include "agent.h"
 
+#include <poll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -47,7 +48,8 @@ Agent::Agent(AgentOptions options)
       page_size_(device_ ? choose_page_size(*device_, options_.page_size) : 0),
       owner_pid_(getpid()),
       pass_pages_(device_ && options_.pass_pages && exports(*device_)),
-      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      caller_wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   connect_broker(0);
   std::promise<void> ready;
   auto started = ready.get_future();
@@ -78,7 +80,7 @@ void Agent::close() {
     }
   }
   wake();
-  changed_.notify_all();
+  notify();
   if (thread_.joinable()) thread_.join();
 }
 
@@ -96,6 +98,39 @@ void Agent::check_usable_locked() const {
 void Agent::wake() {
   std::uint64_t one = 1;
   [[maybe_unused]] auto n = ::write(wake_.get(), &one, sizeof one);
+}
+
+void Agent::notify() {
+  changed_.notify_all();
+  if (!at_socket_) return;
+  std::uint64_t one = 1;
+  [[maybe_unused]] auto n = ::write(caller_wake_.get(), &one, sizeof one);
+}
+
+// Waits for the grant where it arrives: of a phase that lacks no page, the caller needs no help of the agent
+// thread, and a wake-up less. The message stays, and the agent thread does the rest.
+void Agent::wait_at_socket(std::unique_lock<std::mutex>& lock, double seconds) {
+  wire::Socket socket;
+  {
+    std::lock_guard order(send_mutex_);
+    socket = socket_;
+  }
+  at_socket_ = true;
+  lock.unlock();
+  pollfd p[2] = {{socket.fd(), POLLIN, 0}, {caller_wake_.get(), POLLIN, 0}};
+  poll(p, 2, static_cast<int>(seconds * 1000) + 1);
+  lock.lock();
+  at_socket_ = false;
+  std::uint64_t n = 0;
+  if (p[1].revents) [[maybe_unused]]
+    auto r = ::read(caller_wake_.get(), &n, sizeof n);
+  wire::Grant m;
+  if (!p[0].revents || phase_ != Phase::waiting || granted_ || broken_ || closed_) return;
+  if (!socket.peek(wire::kGrant, m) || m.seq != acquire_seq_ || !asked_ || !resident_locked(uses_)) return;
+  granted_ = self_granted_ = true;
+  grants_ += 1;
+  generation_ = m.generation;
+  activate_locked();
 }
 
 void Agent::post(std::function<void()> work) {
@@ -118,7 +153,7 @@ void Agent::run_on_agent(std::function<void()> work) {
     std::lock_guard guard(mutex_);
     error = caught;
     done = true;
-    changed_.notify_all();
+    notify();
   });
   changed_.wait(lock, [&] { return done || finished_; });
   if (error) std::rethrow_exception(error);
@@ -171,8 +206,8 @@ std::uint64_t Agent::expected_takes_locked() const {
   return most > taken_ ? most - taken_ : 0;
 }
 
-void Agent::acquire(PhaseRequest request, const std::function<bool()>& interrupted) {
-  const std::string phase = request.name;
+void Agent::acquire(const PhaseRequest& request, bool resumes, const std::function<bool()>& interrupted) {
+  const std::string& phase = request.name;
   std::unique_lock lock(mutex_);
   check_usable_locked();
   if (remote_ && phase != phase_name_)
@@ -191,14 +226,14 @@ void Agent::acquire(PhaseRequest request, const std::function<bool()>& interrupt
     extended_ = true;
   }
   phase_name_ = phase;
-  uses_ = std::move(request.uses);
-  lazy_ = std::move(request.lazy);
-  writes_ = std::move(request.writes);
-  names_ = std::move(request.regions);
+  uses_ = request.uses;
+  lazy_ = request.lazy;
+  writes_ = request.writes;
+  names_ = request.regions;
   expected_ = request.expected;
   priority_ = request.priority;
   overlap_ = request.overlap;
-  resumes_ = request.resumes;
+  resumes_ = resumes;
   ranks_ = request.ranks;
   if (!resumes_) ran_ = 0;
   if (phase_ == Phase::parked && resident_locked(uses_)) {  // nobody waits and nothing is missing
@@ -227,7 +262,12 @@ void Agent::acquire(PhaseRequest request, const std::function<bool()>& interrupt
   while (!over()) {
     double slice = kSignalSlice;
     if (deadline > 0) slice = std::min(slice, std::max(0.0, deadline - now_seconds()));
-    if (changed_.wait_for(lock, std::chrono::duration<double>(slice), over)) break;
+    if (alone() && !options_.snapshot && !granted_ && resident_locked(uses_)) {
+      wait_at_socket(lock, slice);
+      if (over()) break;
+    } else if (changed_.wait_for(lock, std::chrono::duration<double>(slice), over)) {
+      break;
+    }
     lock.unlock();
     const bool stop = interrupted();
     lock.lock();

@@ -72,7 +72,7 @@ struct PhaseRequest {
   std::string regions;                // the same for the group's other members; see wire::Names
   double expected = 0, timeout = -1;  // seconds; timeout < 0 waits for ever
   int priority = 0;
-  bool overlap = false, resumes = false;
+  bool overlap = false;
   std::uint64_t ranks = 0;  // bits of the members whose devices are wanted; 0: all
 };
 
@@ -94,8 +94,8 @@ class Agent {
   // Blocks until the lease is active with every page of `uses` resident, in the order named; the
   // regions of `lazy` follow meanwhile. `writes` are the regions whose pages may become dirty. In a
   // group, until all members have acknowledged. `interrupted` is asked now and then, without a lock;
-  // true gives up and throws Interrupted.
-  void acquire(PhaseRequest request, const std::function<bool()>& interrupted);
+  // true gives up and throws Interrupted. resumes: the phase goes on after a break.
+  void acquire(const PhaseRequest& request, bool resumes, const std::function<bool()>& interrupted);
   // Waits until a region that the phase uses is resident.
   void require(const std::shared_ptr<Region>& region);
   // The phase does not touch the region any more: waits for the device, then its pages may be
@@ -144,6 +144,8 @@ class Agent {
   bool resident_locked(const std::vector<std::shared_ptr<Region>>& regions) const;
   bool resident_locked(const Region& r, std::size_t first, std::size_t count) const;
   void wait_for(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Ensure>& ensure);
+  void wait_at_socket(std::unique_lock<std::mutex>& lock, double seconds);
+  void notify();
   void activate_locked();
   std::uint64_t expected_takes_locked() const;
   void release_locked();
@@ -240,6 +242,7 @@ class Agent {
   Phase phase_ = Phase::idle;
   bool granted_ = false, recalled_ = false, closed_ = false, finished_ = false;
   bool asked_ = false;         // the agent thread has taken the request up
+  bool self_granted_ = false;  // the caller has seen a grant that the agent thread is still to receive
   bool remote_ = false;        // another member opened the phase; no caller here waits for it
   bool attached_ = false;      // a caller asks for the phase that another member has open
   bool acknowledged_ = false;  // the broker knows that our part of the grant is resident
@@ -304,7 +307,8 @@ class Agent {
   std::mutex send_mutex_;   // guards the two below and the order of messages; taken after mutex_
   bool connected_ = false;  // hello was answered
   wire::Socket socket_;
-  Fd wake_;
+  Fd wake_, caller_wake_;
+  std::atomic<bool> at_socket_{false};  // a caller polls, and does not wait for changed_
   std::atomic<bool> recalled_flag_{false}, pressed_flag_{false}, active_flag_{false};
   std::thread thread_;
 };

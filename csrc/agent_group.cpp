@@ -80,6 +80,13 @@ void Agent::on_prepare(const std::string& phase) {
 
 void Agent::on_grant(const wire::Grant& m) {
   std::unique_lock lock(mutex_);
+  if (std::exchange(self_granted_, false) && m.generation == generation_) {  // the caller has seen it before
+    lock.unlock();
+    save_due_ = true;
+    send_ready();
+    plan_host();
+    return;
+  }
   const std::string phase = wire::get_text(m.phase, sizeof m.phase);
   if (m.seq == 0 && phase_ == Phase::waiting && !remote_ && phase_name_ != phase) {
     acquire_error_ = std::make_exception_ptr(
@@ -91,7 +98,7 @@ void Agent::on_grant(const wire::Grant& m) {
     c.seq = acquire_seq_;
     send(c);
     phase_ = Phase::idle;
-    changed_.notify_all();
+    notify();
   }
   if (m.seq == 0) {
     if (phase_ == Phase::idle) open_remote_locked(phase);
@@ -122,7 +129,7 @@ void Agent::on_active(std::uint64_t generation) {
   std::unique_lock lock(mutex_);
   if (phase_ != Phase::waiting || remote_ || !granted_ || generation != generation_ || !acknowledged_) return;
   activate_locked();
-  changed_.notify_all();
+  notify();
   lock.unlock();
   save_due_ = true;
   send_ready();
@@ -224,7 +231,7 @@ void Agent::on_fenced(const wire::Fenced& m) {
       fill_.clear();
     }
     ended_ = std::max(ended_, m.generation);
-    changed_.notify_all();
+    notify();
   }
   if (ran) drain_device();
   if (again) begin_acquire();

@@ -228,7 +228,7 @@ void Agent::run(std::promise<void>& ready) {
   retry_releases();
   commands_.clear();
   finished_ = true;
-  changed_.notify_all();
+  notify();
 }
 
 bool Agent::busy() {
@@ -318,7 +318,7 @@ void Agent::handle(const std::vector<char>& bytes, std::vector<Fd>& fds) {
       if (auto* m = as<wire::Ended>(bytes)) {
         std::lock_guard lock(mutex_);
         ended_ = std::max(ended_, m->generation);
-        changed_.notify_all();
+        notify();
       }
       return;
     case wire::kFenced:
@@ -387,7 +387,7 @@ void Agent::handle(const std::vector<char>& bytes, std::vector<Fd>& fds) {
       if (auto* m = as<wire::ErrorText>(bytes)) {
         std::lock_guard lock(mutex_);
         broken_ = error_ptr(type_for(m->code), wire::get_text(m->text, sizeof m->text));
-        changed_.notify_all();
+        notify();
       }
       return;
     default:
@@ -424,7 +424,7 @@ void Agent::reconnect() {
       granted_ = attached_ = acknowledged_ = false;
       if (std::exchange(remote_, false)) phase_ = Phase::idle;  // who opened it asks again
     }
-    recalled_ = extended_ = false;
+    recalled_ = extended_ = self_granted_ = false;
     linger_until_ = 0;
     recalled_flag_ = pressed_flag_ = fenced_;
   }
@@ -435,7 +435,7 @@ void Agent::reconnect() {
     std::lock_guard lock(mutex_);
     drop_socket();
     broken_ = std::current_exception();
-    changed_.notify_all();
+    notify();
     return;
   }
   bool waiting = false;
@@ -588,7 +588,7 @@ void Agent::settle() {
     }
   }
   lock.unlock();
-  if (grown || active) changed_.notify_all();
+  if (grown || active) notify();
   if (active) save_due_ = true;
   if (acknowledge) send_ready();
   if (device_ && (grown || active)) plan_host();
@@ -614,7 +614,7 @@ void Agent::fail_waiters(std::exception_ptr error) {
       phase_ = Phase::idle;
     }
   }
-  changed_.notify_all();
+  notify();
 }
 
 // At close: pages go back to the bank without their contents.

@@ -185,6 +185,26 @@ PYBIND11_MODULE(_core, m) {
       .def_readonly("background", &SwapSpan::background)
       .def_readonly("bytes", &SwapSpan::bytes);
 
+  py::class_<PhaseRequest>(m, "PhaseRequest", "What a phase needs; made once, used for each time it is entered.")
+      .def(py::init([](std::string name, std::vector<std::shared_ptr<Region>> uses,
+                       std::vector<std::shared_ptr<Region>> lazy, std::vector<std::shared_ptr<Region>> writes,
+                       std::string regions, double expected, double timeout, int priority, bool overlap,
+                       std::uint64_t ranks) {
+             return PhaseRequest{.name = std::move(name),
+                                 .uses = std::move(uses),
+                                 .lazy = std::move(lazy),
+                                 .writes = std::move(writes),
+                                 .regions = std::move(regions),
+                                 .expected = expected,
+                                 .timeout = timeout,
+                                 .priority = priority,
+                                 .overlap = overlap,
+                                 .ranks = ranks};
+           }),
+           py::kw_only(), py::arg("name"), py::arg("uses"), py::arg("lazy"), py::arg("writes"), py::arg("regions"),
+           py::arg("expected"), py::arg("timeout"), py::arg("priority"), py::arg("overlap"), py::arg("ranks"),
+           "expected, timeout: seconds; timeout < 0 waits for ever.");
+
   py::class_<Agent, std::shared_ptr<Agent>>(m, "Agent", "This process's connection to the broker, and its pages.")
       .def(py::init([](std::string socket, std::vector<std::string> spawn, std::string job, std::string client,
                        std::string group, std::uint32_t rank, std::uint32_t world, bool joint, int device,
@@ -226,26 +246,12 @@ PYBIND11_MODULE(_core, m) {
           py::arg("name"), py::arg("keep"), py::arg("fingerprint"), py::arg("frozen"), Released())
       .def(
           "acquire",
-          [](Agent& a, std::string phase, std::vector<std::shared_ptr<Region>> uses,
-             std::vector<std::shared_ptr<Region>> lazy, std::vector<std::shared_ptr<Region>> writes,
-             std::string regions, double expected, double timeout, int priority, bool overlap, bool resumes,
-             std::uint64_t ranks) {
-            PhaseRequest request{.name = std::move(phase),
-                                 .uses = std::move(uses),
-                                 .lazy = std::move(lazy),
-                                 .writes = std::move(writes),
-                                 .regions = std::move(regions),
-                                 .expected = expected,
-                                 .timeout = timeout,
-                                 .priority = priority,
-                                 .overlap = overlap,
-                                 .resumes = resumes,
-                                 .ranks = ranks};
+          [](Agent& a, const PhaseRequest& request, bool resumes) {
             bool interrupted = false;
             {
               py::gil_scoped_release release;
               try {
-                a.acquire(std::move(request), [] {
+                a.acquire(request, resumes, [] {
                   py::gil_scoped_acquire gil;
                   return PyErr_CheckSignals() != 0;
                 });
@@ -255,10 +261,8 @@ PYBIND11_MODULE(_core, m) {
             }
             if (interrupted) throw py::error_already_set();
           },
-          py::arg("phase"), py::arg("uses"), py::arg("lazy"), py::arg("writes"), py::arg("regions"),
-          py::arg("expected"), py::arg("timeout"), py::arg("priority"), py::arg("overlap"), py::arg("resumes"),
-          py::arg("ranks"),
-          "Block until the lease is active with every page of `uses` resident; seconds, timeout < 0 for ever.")
+          py::arg("request"), py::arg("resumes") = false,
+          "Block until the lease is active with every page that the request uses resident.")
       .def("require", &Agent::require, py::arg("region"), Released(), "Wait, in a phase, until a region is resident.")
       .def("done_with", &Agent::done_with, py::arg("region"), Released(),
            "Wait for the device, then let the region's pages be written back and given away within the phase.")

@@ -71,7 +71,7 @@ void Socket::send(const void* data, std::size_t size, const std::vector<Fd>& fds
     int* out = reinterpret_cast<int*>(CMSG_DATA(c));
     for (std::size_t i = 0; i < fds.size(); ++i) out[i] = fds[i].get();
   }
-  while (::sendmsg(fd_.get(), &m, MSG_NOSIGNAL) < 0)
+  while (::sendmsg(this->fd(), &m, MSG_NOSIGNAL) < 0)
     if (errno != EINTR) fail("send to the broker");
 }
 
@@ -86,7 +86,7 @@ std::vector<char> Socket::receive(bool wait, std::vector<Fd>* fds) const {
   m.msg_control = control;
   m.msg_controllen = sizeof control;
   ssize_t n = 0;
-  while ((n = ::recvmsg(fd_.get(), &m, MSG_CMSG_CLOEXEC | (wait ? 0 : MSG_DONTWAIT))) < 0)
+  while ((n = ::recvmsg(this->fd(), &m, MSG_CMSG_CLOEXEC | (wait ? 0 : MSG_DONTWAIT))) < 0)
     if (errno != EINTR) fail("receive from the broker");
   for (cmsghdr* c = CMSG_FIRSTHDR(&m); c; c = CMSG_NXTHDR(&m, c)) {
     if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
@@ -98,6 +98,10 @@ std::vector<char> Socket::receive(bool wait, std::vector<Fd>* fds) const {
     }
   }
   return {buffer.begin(), buffer.begin() + n};
+}
+
+bool Socket::peek_bytes(void* to, std::size_t size) const {
+  return ::recv(this->fd(), to, size, MSG_PEEK | MSG_DONTWAIT) == static_cast<ssize_t>(size);
 }
 
 }  // namespace pymux::wire

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -265,22 +266,28 @@ M make(Type type) {
 void put_text(char* field, std::size_t size, const std::string& text);
 std::string get_text(const char* field, std::size_t size);
 
-// A connected seqpacket socket. send() may be called from any thread.
+// A connected seqpacket socket, open as long as one copy is. send() and peek() may be called from any thread.
 class Socket {
  public:
   static Socket connect(const std::string& path);  // throws std::system_error
-  int fd() const { return fd_.get(); }
-  explicit operator bool() const { return static_cast<bool>(fd_); }
+  int fd() const { return fd_ ? fd_->get() : -1; }
+  explicit operator bool() const { return fd() >= 0; }
   // Throws std::system_error when the peer is gone.
   void send(const void* data, std::size_t size, const std::vector<Fd>& fds = {}) const;
   // The next message, or an empty vector at the end of the stream. wait=false: throws
   // std::system_error(EAGAIN) when none is there.
   std::vector<char> receive(bool wait, std::vector<Fd>* fds) const;
+  // The next message if it is of this type, which stays to be received.
+  template <class M>
+  bool peek(Type type, M& message) const {
+    return peek_bytes(&message, sizeof message) && message.h.type == type;
+  }
   Socket() = default;
 
  private:
-  explicit Socket(Fd fd) : fd_(std::move(fd)) {}
-  Fd fd_;
+  explicit Socket(Fd fd) : fd_(std::make_shared<Fd>(std::move(fd))) {}
+  bool peek_bytes(void* to, std::size_t size) const;
+  std::shared_ptr<Fd> fd_;
 };
 
 }  // namespace pymux::wire

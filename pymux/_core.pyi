@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['Agent', 'Block', 'Device', 'Region', 'SwapSpan', 'device_count', 'driver_version', 'load_driver', 'measure_link', 'torch_enter', 'torch_last_error', 'torch_leave', 'wire_layout']
+__all__: list[str] = ['Agent', 'Block', 'Device', 'PhaseRequest', 'Region', 'SwapSpan', 'device_count', 'driver_version', 'load_driver', 'measure_link', 'torch_enter', 'torch_last_error', 'torch_leave', 'wire_layout']
 class Device:
     """
     Facts about a device. Holds its primary context while alive.
@@ -89,15 +89,23 @@ class SwapSpan:
     @property
     def out(self) -> bool:
         ...
+class PhaseRequest:
+    """
+    What a phase needs; made once, used for each time it is entered.
+    """
+    def __init__(self, *, name: str, uses: collections.abc.Sequence[Region], lazy: collections.abc.Sequence[Region], writes: collections.abc.Sequence[Region], regions: str, expected: typing.SupportsFloat | typing.SupportsIndex, timeout: typing.SupportsFloat | typing.SupportsIndex, priority: typing.SupportsInt | typing.SupportsIndex, overlap: bool, ranks: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        expected, timeout: seconds; timeout < 0 waits for ever.
+        """
 class Agent:
     """
     This process's connection to the broker, and its pages.
     """
     def __init__(self, *, socket: str, spawn: collections.abc.Sequence[str], job: str, client: str, group: str, rank: typing.SupportsInt | typing.SupportsIndex, world: typing.SupportsInt | typing.SupportsIndex, joint: bool, device: typing.SupportsInt | typing.SupportsIndex, controller: bool, page_size: typing.SupportsInt | typing.SupportsIndex, need: typing.SupportsInt | typing.SupportsIndex, host_need: typing.SupportsInt | typing.SupportsIndex, pass_pages: bool, snapshot: bool, duplex: bool, poison: bool, connect_timeout: typing.SupportsFloat | typing.SupportsIndex) -> None:
         ...
-    def acquire(self, phase: str, uses: collections.abc.Sequence[Region], lazy: collections.abc.Sequence[Region], writes: collections.abc.Sequence[Region], regions: str, expected: typing.SupportsFloat | typing.SupportsIndex, timeout: typing.SupportsFloat | typing.SupportsIndex, priority: typing.SupportsInt | typing.SupportsIndex, overlap: bool, resumes: bool, ranks: typing.SupportsInt | typing.SupportsIndex) -> None:
+    def acquire(self, request: PhaseRequest, resumes: bool = False) -> None:
         """
-        Block until the lease is active with every page of `uses` resident; seconds, timeout < 0 for ever.
+        Block until the lease is active with every page that the request uses resident.
         """
     def allocate(self, region: Region, bytes: typing.SupportsInt | typing.SupportsIndex) -> Block:
         ...

@@ -345,7 +345,7 @@ class Broker:
                 heir = promise.heir
                 try:
                     if heir.outbox:
-                        raise BlockingIOError  # noqa: TRY301 - the same as a full socket
+                        raise BlockingIOError
                     heir.sock.send(promise.packet, socket.MSG_NOSIGNAL)
                 except OSError:
                     self._send(heir, promise.packet)

@@ -26,6 +26,7 @@ Swap = Literal["demand", "snapshot"]
 Track = Literal["phases", "fingerprint"]
 
 _TRACE_LENGTH = 65536  # spans that a Mux remembers
+_MAX_ENTRIES = 256
 _MAX_NAMES = 1023  # bytes; the message to the members has room for so many
 _MAX_REGIONS = 64  # a bit each, by which members say what they have
 _SUMS = ("pages_held", "pages_spare", "host_pinned_bytes", "host_used_bytes", "host_granted_bytes")
@@ -166,6 +167,8 @@ class Mux:
         self._spans: deque[tuple[str, str, float, float]] = deque(maxlen=_TRACE_LENGTH)
         self._torch: Any = None
         self._open: Phase | None = None
+        self._epoch = 0
+        self._entries: dict[PhaseOptions, Entry] = {}  # of phases that were entered with the regions of now
         self._filling: list[str] = []  # regions whose blocks (or adopt() calls) are open
         self._check: Any = None
         self._pid = os.getpid()
@@ -221,6 +224,8 @@ class Mux:
             at = 0 if device is None else self.ordinals.index(device)
             core = self._agents[at].create_region(name, on_evict != "discard", track == "fingerprint", bool(frozen))
             region = self._regions[name] = Region(self, core, at, frozen=bool(frozen))
+            self._entries.clear()
+            self._epoch += 1
         for option, asked in (("on_evict", on_evict), ("frozen", frozen), ("track", track), ("device", device)):
             if asked is not None and getattr(region, option) != asked:
                 raise RegionError(f"region {name!r} exists with {option}={getattr(region, option)!r}, not {asked!r}.")
@@ -482,8 +487,8 @@ class Mux:
             )
         return [self._regions[n].core for n in names]
 
-    def _enter(self, p: Phase, *, resumes: bool = False) -> None:
-        o = p.options
+    def _prepare(self, o: PhaseOptions) -> Entry:
+        """What a phase of these options needs, with the regions that there are now."""
         on = [self.ordinals.index(d) for d in o.devices]
         here = [n for n, r in self._regions.items() if r.at in on]
         eager = [n for n in (here if o.uses is None else o.uses) if n not in o.lazy]
@@ -502,11 +507,8 @@ class Mux:
             found = [self._regions[n] for n in names if n in self._regions]
             return [r.core for r in found if r.agent is opener]
 
-        p.opener = opener
-        p.resident, p.done = {n for n in eager if n in self._regions}, set()
-        begin = time.monotonic()
-        opener.acquire(
-            phase=o.name,
+        request = _core.PhaseRequest(
+            name=o.name,
             uses=mine(eager),
             lazy=mine(o.lazy),
             writes=mine(n for n in written if n not in frozen),
@@ -515,9 +517,31 @@ class Mux:
             timeout=-1.0 if o.timeout is None else o.timeout,
             priority=o.priority,
             overlap=o.overlap,
-            resumes=resumes,
             ranks=0 if len(on) == len(self._agents) else sum(1 << i for i in on),
         )
+        epoch = -1 if self._filling else self._epoch
+        return Entry(epoch=epoch, opener=opener, request=request, eager=frozenset(eager) & self._regions.keys())
+
+    def _entry(self, o: PhaseOptions) -> Entry:
+        if self._filling:
+            return self._prepare(o)  # frozen regions may be written, this time
+        entry = self._entries.get(o)
+        if entry is None:
+            if len(self._entries) >= _MAX_ENTRIES:  # of a loop that says something new each time
+                self._entries.clear()
+            entry = self._entries[o] = self._prepare(o)
+        return entry
+
+    def _enter(self, p: Phase, *, resumes: bool = False) -> None:
+        o = p.options
+        entry = p.entry
+        if entry is None or entry.epoch != self._epoch:
+            entry = self._entry(o)
+            p.entry = entry
+        p.opener = opener = entry.opener
+        p.resident, p.done = set(entry.eager), set()
+        begin = time.monotonic()
+        opener.acquire(entry.request, resumes)
         p.entered = time.monotonic()  # between acquire() and the body every line counts: caches are cold
         self._open = p
         self._spans.append(("wait", o.name, begin, p.entered))
@@ -605,6 +629,19 @@ class PhaseOptions:
         return text
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """How a phase is entered: by which agent, with what, and what is resident then.
+
+    `epoch`: how many regions there were; -1: good for one time.
+    """
+
+    epoch: int
+    opener: _core.Agent
+    request: _core.PhaseRequest
+    eager: frozenset[str]
+
+
 class Phase(ContextDecorator):
     """A phase of a Mux; see `Mux.phase`."""
 
@@ -613,6 +650,7 @@ class Phase(ContextDecorator):
     def __init__(self, mux: Mux, options: PhaseOptions) -> None:
         self.mux = mux
         self.options = options
+        self.entry: Entry | None = None
         self.entered = 0.0
         self.resident: set[str] = set()  # regions that the body may touch now
         self.done: set[str] = set()  # and those it said it is done with
