@@ -2,6 +2,7 @@
 # make test    everything that runs without a GPU
 # make lint    formats, types, stub
 # make sanitize  the extension's tests under the address, undefined-behaviour and thread sanitizers
+# make model-check  explores the scheduler's states far beyond what the tests do
 # make format  rewrites Python and C++ in the project's style
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/sim/*.h csrc/sim/*.cpp)
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/sim/*.h csrc/sim/*.cpp)
 
-.PHONY: demo test lint format stub sanitize clean
+.PHONY: demo test lint format stub docs model-check sanitize clean
 
 demo: $(VENV)/built
 	$(BIN)/pymux demo
@@ -32,6 +33,14 @@ format: $(VENV)/installed
 # pymux/_core.pyi is committed; tests/test_stub.py fails when it drifts.
 stub: $(VENV)/built
 	$(BIN)/python tests/make_stub.py pymux/_core.pyi
+
+# docs/lease.md is committed too; tests/test_lease.py fails when it drifts.
+docs: $(VENV)/built
+	PYTHONPATH=. $(BIN)/python tests/make_lease_page.py docs/lease.md
+
+# The scheduler's states with larger bounds than the tests have; hours.
+model-check: $(VENV)/built
+	PYTHONPATH=. $(BIN)/python tests/model_check.py
 
 sanitize: $(VENV)/installed
 	bash tests/sanitize.sh $(BIN)/python

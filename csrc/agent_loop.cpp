@@ -151,8 +151,12 @@ bool Agent::say_hello(std::uint32_t flags) {
     return false;
   }
   if (reply.empty()) return false;
-  if (auto* m = as<wire::ErrorText>(reply); m && m->h.type == wire::kError)
-    throw Error(type_for(m->code), wire::get_text(m->text, sizeof m->text));
+  if (auto* m = as<wire::ErrorText>(reply); m && m->h.type == wire::kError) {
+    Error e(type_for(m->code), wire::get_text(m->text, sizeof m->text));
+    e.need = m->need;
+    e.limit = m->limit;
+    throw e;
+  }
   auto* m = as<wire::Welcome>(reply);
   if (!m || m->h.type != wire::kWelcome)
     throw Error("VersionMismatch",

@@ -167,6 +167,7 @@ struct Welcome {
 };
 struct ErrorText {
   Header h;
+  std::uint64_t need, limit;  // bytes, of errors that have such
   std::uint32_t code, reserved;
   char text[512];
 };

@@ -371,7 +371,8 @@ class Broker:
     def _reject(self, peer: Peer, error: PymuxError) -> None:
         log.warning("%s: %s: %s", peer, type(error).__name__, error)
         code = wire.ERROR_CODES.get(type(error).__name__, wire.ERROR_CODES["ProtocolError"])
-        self._send(peer, wire.encode("error", code=code, text=str(error)))
+        need, limit = getattr(error, "need", 0), getattr(error, "limit", 0)
+        self._send(peer, wire.encode("error", code=code, text=str(error), need=need, limit=limit))
         self._drop(peer)
 
     def _drop(self, peer: Peer) -> None:

@@ -343,6 +343,10 @@ class Scheduler:
                 return
             self._move(held, Cause.LAPSE, now)
             held = None
+        if held and held.state is State.GRANTED and not group.joint:
+            held.released.add(client.id)  # it does not know of that grant yet, and will send it back
+            self._end(held, Cause.RELEASE, now, out)
+            held = None
         if held and client.id in held.openers and (held.running or held.state is State.GRANTED):
             raise ProtocolError(f"client '{client.name}' asked for a lease that its group has already")
         for other in self.table.requests_of(group.key):
@@ -527,10 +531,13 @@ class Scheduler:
                 return
             lease.released.add(client.id)
             lease.until = now + e.back
+            heir, promise = lease.promised, lease.promise
+            if e.back == 0:
+                lease.promised = lease.promise = None  # kept below
             self._end(lease, Cause.LEND if e.back > 0 else Cause.RELEASE, now, out)
-            if lease.promised and lease.promise and e.back == 0:
-                assert lease.promised.state is State.WAITING
-                self._grant(lease.promised, now, out, lease.promise.generation)
+            if heir and promise and e.back == 0:
+                assert heir.state is State.WAITING
+                self._grant(heir, now, out, promise.generation)
         else:
             lease.released.add(client.id)
             self._settle_drain(lease, now, out)
@@ -545,14 +552,29 @@ class Scheduler:
             )
             out.append(grant)
 
+    def _unpromise(self, lease: Lease, out: list[Action]) -> None:
+        if lease.promise:
+            out += [Promise(client=m, generation=lease.generation, grant=None) for m in lease.members]
+        lease.promised = lease.promise = None
+
     def _end(self, lease: Lease, cause: Cause, now: float, out: list[Action]) -> None:
+        self._unpromise(lease, out)
         self._move(lease, cause, now)
         out += [Drain(client=m, generation=lease.generation) for m in sorted(lease.members - lease.released)]
         self._settle_drain(lease, now, out)
 
     def _failed(self, client: Client, e: Failed, now: float, out: list[Action]) -> None:
         lease = self.table.leases.get(client.group.key)
-        if lease is None or lease.generation != e.generation or lease.state is not State.GRANTED:
+        if lease is None or lease.generation != e.generation or client.id not in lease.members:
+            return
+        if lease.running and client.id in lease.openers:  # it joined others in their phase, and cannot
+            seq = lease.openers[client.id]
+            out.append(Deny(client=client.id, seq=seq, need=0, budget=0, error="DeviceOutOfMemory", text=e.text))
+            if len(lease.openers) > 1:
+                self._step_back(lease, client, out)
+            else:
+                self._end(lease, Cause.RELEASE, now, out)
+        if lease.state is not State.GRANTED:
             return
         lease.failure = e.text
         lease.released.add(client.id)
@@ -648,6 +670,7 @@ class Scheduler:
             self.table.touched.add(client.device)
         lease = self.table.leases.get(client.group.key)
         if lease and lease.occupies and client.id in lease.members:
+            self._unpromise(lease, out)
             requeued = lease.state in {State.GRANTED, State.UNDOING}
             fenced = [Fenced(client=m, generation=lease.generation, requeued=requeued) for m in sorted(lease.members)]
             out += fenced

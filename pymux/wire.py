@@ -80,7 +80,7 @@ LAYOUTS = (
     _layout("ran", 13, "64sQQ", "phase count total_us"),
     _layout("pong", 14, "", ""),
     _layout("welcome", 101, "IIQ256s", "version client budget spill_dir"),
-    _layout("error", 102, "II512s", "code reserved text"),
+    _layout("error", 102, "QQII512s", "need limit code reserved text"),
     _layout("grant", 103, "QQ64s", "seq generation phase"),
     _layout("recall", 104, "QQII", "generation extend_us press reserved"),
     _layout("take", 105, "II", "count reserved"),

@@ -5,27 +5,33 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pymux.bank import RETRY_SECONDS
-from pymux.errors import ClientExists, DriverError, ProtocolError
+from pymux.errors import CapacityError, ClientExists, DriverError, HostOutOfMemory, ProtocolError
 from pymux.events import (
     Acquire,
     Budget,
     Cancel,
     Counts,
     Deny,
+    Fenced,
     Give,
     Grant,
     HostGrant,
     HostWant,
     Joined,
     Left,
+    Ping,
+    Pong,
+    Promise,
     Ready,
     Recall,
     Release,
     Returned,
     Take,
     Tick,
+    Unresponsive,
     Want,
 )
+from pymux.jobs import Limits
 from pymux.pages import PATIENCE_SECONDS
 from pymux.policy import fifo
 from pymux.scheduler import Scheduler
@@ -548,3 +554,198 @@ class Sharing(RuleBasedStateMachine):
 
 
 TestSharing = Sharing.TestCase
+
+
+# ---- loans, urgency, silence, budgets -----------------------------------------------------------
+
+
+def learnt(s, job, seconds):
+    s.durations.learn(job, "train", 1, seconds)
+
+
+def waiting(s, *clients, now=0.0):
+    """Have clients wait, in this order."""
+    return [a for c in clients for a in s.handle(acquire(c, 1), now)]
+
+
+def test_a_lent_device_goes_to_a_phase_that_is_over_in_time():
+    s = scheduler()
+    for c in (1, 2, 3):
+        s.handle(joined(c), 0)
+    learnt(s, "job2", 60.0)
+    learnt(s, "job3", 2.0)
+    g = running(s, 1, 2)
+    waiting(s, 2, 3)
+    grants = of(Grant, s.handle(Release(client=1, generation=g, back=5.0), 1))
+    assert [a.client for a in grants] == [3], "two seconds fit into five, sixty do not"
+    g3 = grants[0].generation
+    s.handle(Ready(client=3, generation=g3), 1)
+    s.handle(acquire(1, 2, seq=2, resumes=True), 6)
+    grants = of(Grant, s.handle(Release(client=3, generation=g3), 6.5))
+    assert [a.client for a in grants] == [1], "the lender comes before who has waited for longer"
+
+
+def test_a_loan_lapses_when_its_lender_is_late():
+    s = scheduler()
+    for c in (1, 2):
+        s.handle(joined(c), 0)
+    g = running(s, 1, 2)
+    waiting(s, 2)
+    assert of(Grant, s.handle(Release(client=1, generation=g, back=5.0), 1)) == [], "of an unknown length"
+    assert s.next_deadline(1) is not None
+    assert of(Grant, s.handle(Tick(), 5)) == []
+    assert [a.client for a in of(Grant, s.handle(Tick(), 7))] == [2]
+    assert of(Grant, s.handle(acquire(1, 2, seq=2, resumes=True), 8)) == [], "in its turn, like others"
+
+
+def test_who_has_waited_beyond_the_bound_is_not_kept_from_a_lent_device():
+    s = scheduler()
+    for c in (1, 2):
+        s.handle(joined(c), 0)
+    g = running(s, 1, 2)
+    waiting(s, 2)
+    assert [a.client for a in of(Grant, s.handle(Release(client=1, generation=g, back=500.0), 61))] == [2]
+
+
+def test_a_phase_that_allows_it_runs_beside_a_more_urgent_one_when_both_fit():
+    s = scheduler(budget=10)
+    for c in (1, 2, 3):
+        s.handle(joined(c), 0)
+    running(s, 1, 6)
+    beside = s.handle(acquire(2, 4, overlap=True, priority=1), 1)
+    assert [a.client for a in of(Grant, beside)] == [2]
+    assert of(Give, beside) == [Give(client=2, count=4)]
+    assert of(Grant, s.handle(acquire(3, 1, priority=1), 2)) == [], "it does not allow it"
+
+
+def test_a_more_urgent_phase_need_not_wait_for_one_that_allows_overlap():
+    s = scheduler(budget=10)
+    for c in (1, 2):
+        s.handle(joined(c), 0)
+    g = of(Grant, s.handle(acquire(1, 6, overlap=True, priority=1), 0))[0].generation
+    s.handle(Ready(client=1, generation=g), 0)
+    assert [a.client for a in of(Grant, s.handle(acquire(2, 4), 1))] == [2]
+
+
+@pytest.mark.parametrize(("pages", "priority"), [(5, 1), (4, 0)], ids=["too large", "not less urgent"])
+def test_overlap_is_refused_where_it_would_hurt(pages, priority):
+    s = scheduler(budget=10)
+    for c in (1, 2):
+        s.handle(joined(c), 0)
+    running(s, 1, 6)
+    assert of(Grant, s.handle(acquire(2, pages, overlap=True, priority=priority), 1)) == []
+
+
+def silent(s, now, *, answer=()):
+    """Let time pass in ticks; those in `answer` answer what they are asked."""
+    out = []
+    while now < 100:
+        now += 1
+        actions = s.handle(Tick(), now)
+        out += actions
+        for a in of(Ping, actions):
+            if a.client in answer:
+                out += s.handle(Pong(client=a.client), now)
+        if of(Unresponsive, actions):
+            break
+    return out, now
+
+
+def test_a_holder_that_does_not_answer_is_fenced_and_the_others_go_on():
+    s = scheduler()
+    for c in (1, 2):
+        s.handle(joined(c), 0)
+    g = running(s, 1, 4)
+    waiting(s, 2)
+    actions, now = silent(s, 0, answer=(2,))
+    assert of(Unresponsive, actions)[0].client == 1
+    assert 10 <= now <= 13, "ten seconds of silence are allowed"
+    assert of(Fenced, actions) == [Fenced(client=1, generation=g)]
+    assert [a.client for a in of(Grant, actions)] == [2]
+    assert not s.describe(now)["clients"][0]["responsive"]
+    assert s.handle(Release(client=1, generation=g, counts=all_dirty(4)), now) == [], "late: it is others' already"
+    assert s.describe(now)["clients"][0]["responsive"]
+
+
+def test_one_that_answers_keeps_its_lease_however_long_it_takes():
+    s = scheduler()
+    for c in (1, 2):
+        s.handle(joined(c), 0)
+    running(s, 1, 4)
+    waiting(s, 2)
+    actions, now = silent(s, 0, answer=(1, 2))
+    assert now == 100
+    assert of(Grant, actions) == of(Fenced, actions) == []
+
+
+def test_nobody_is_asked_whether_it_lives_while_nobody_waits():
+    s = scheduler()
+    s.handle(joined(1), 0)
+    running(s, 1, 4)
+    assert s.next_deadline(50) is None
+    assert s.handle(Tick(), 50) == []
+
+
+def test_who_needs_pages_of_a_stopped_process_is_passed_over_by_those_who_do_not():
+    s = scheduler(budget=10)
+    for c in (1, 2, 3):
+        s.handle(joined(c), 0)
+    running(s, 1, 8)
+    s.handle(acquire(2, 5), 0)
+    s.handle(acquire(3, 2), 0)
+    actions, now = silent(s, 0, answer=(2, 3))
+    assert [a.client for a in of(Grant, actions)] == [3], "two pages are there, five are not"
+    assert [r["job"] for r in s.describe(now)["queue"]] == ["job2"]
+
+
+def test_a_job_that_can_never_fit_is_refused_when_it_joins_with_figures():
+    s = scheduler(budget=10, limits={"small": Limits(device_bytes=4 << 20, host_bytes=7 << 20)})
+    for job, need, text in (("any", 11, "there are 10 MiB"), ("small", 5, "the job may have 4 MiB")):
+        with pytest.raises(CapacityError, match=text) as e:
+            s.handle(joined(1, job=job, need=need << 20), 0)
+        assert e.value.need == need << 20
+    with pytest.raises(HostOutOfMemory, match="7 MiB"):
+        s.handle(joined(1, job="small", host_need=8 << 20), 0)
+    s.handle(joined(1, job="small", need=4 << 20, host_need=7 << 20), 0)
+    (deny,) = of(Deny, s.handle(acquire(1, 5), 0))
+    assert "may have 4 MiB" in deny.text
+
+
+def test_a_jobs_page_budget_counts_all_its_processes():
+    s = scheduler(budget=10, limits={"j": Limits(device_bytes=6 << 20)})
+    s.handle(joined(1, job="j", name="sampler", group="sampler"), 0)
+    s.handle(joined(2, job="j", name="trainer", group="trainer"), 0)
+    turn(s, 1, 4, 0, 1)
+    actions = s.handle(acquire(2, 4), 2)
+    assert of(Give, actions) == [Give(client=2, count=2)], "six are free, and the job may have two more"
+    assert of(Take, actions) == [Take(client=1, count=2)], "the rest comes from its other process"
+    assert of(Give, s.handle(Returned(client=1, count=2, counts=all_dirty(2)), 3)) == [Give(client=2, count=2)]
+
+
+def test_a_jobs_host_budget_counts_all_its_processes():
+    s = scheduler(host_budget=100, limits={"j": Limits(host_bytes=50)})
+    s.handle(joined(1, job="j", name="a", group="a"), 0)
+    s.handle(joined(2, job="j", name="b", group="b"), 0)
+    assert of(HostGrant, s.handle(host(1, 40), 0)) == [HostGrant(client=1, granted=40)]
+    assert of(HostGrant, s.handle(host(2, 30, urgent=True), 0)) == [HostGrant(client=2, granted=10, exhausted=True)]
+
+
+def test_what_is_promised_on_a_release_is_granted_on_it():
+    s = scheduler()
+    for c in (1, 2, 3):
+        s.handle(joined(c), 0)
+    g = running(s, 1, 2)
+    (promise,) = of(Promise, waiting(s, 2))
+    assert (promise.client, promise.generation, promise.grant.client) == (1, g, 2)
+    assert of(Promise, waiting(s, 3)) == [], "it stays so"
+    assert promise.grant in s.handle(Release(client=1, generation=g), 1)
+
+
+def test_a_promise_is_taken_back_when_its_heir_gives_up():
+    s = scheduler()
+    for c in (1, 2):
+        s.handle(joined(c), 0)
+    g = running(s, 1, 2)
+    waiting(s, 2)
+    assert of(Promise, s.handle(Cancel(client=2, seq=1), 1)) == [Promise(client=1, generation=g, grant=None)]
+    assert of(Grant, s.handle(Release(client=1, generation=g), 2)) == []
