@@ -8,6 +8,8 @@ to a second that passes it to a third, all in Python, with the same pauses in be
 Contenders whose package or server is missing are left out: --peers takes a Python that has redis, grpcio and ray.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import fcntl
@@ -19,10 +21,15 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 HOLD, AWAY = 0.010, 0.007  # seconds; who is back within 5 ms would be taken to go on
 LOOP_KINDS = ("flock", "semaphore", "redis", "grpc", "ray")
+
+
+Contender = tuple[Callable[[], Any], Callable[[], Any]]  # acquire, release
 
 
 def now() -> float:
@@ -32,7 +39,7 @@ def now() -> float:
 # ---- contenders: each makes (acquire, release) -------------------------------------------------------
 
 
-def with_pymux(_: str):
+def with_pymux(_: str) -> Contender:
     import pymux
 
     mux = pymux.connect(os.environ["BENCH_NAME"])
@@ -45,26 +52,26 @@ def with_pymux(_: str):
     return acquire, lambda: phase[0].__exit__(None, None, None)
 
 
-def with_flock(at: str):
+def with_flock(at: str) -> Contender:
     fd = os.open(at + ".lock", os.O_RDWR | os.O_CREAT)
     return lambda: fcntl.flock(fd, fcntl.LOCK_EX), lambda: fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def with_semaphore(at: str):
+def with_semaphore(at: str) -> Contender:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.sem_open.restype = ctypes.c_void_p
     sem = ctypes.c_void_p(libc.sem_open(("/" + Path(at).name).encode(), os.O_CREAT, 0o600, 1))
     return lambda: libc.sem_wait(sem), lambda: libc.sem_post(sem)
 
 
-def with_redis(at: str):
+def with_redis(at: str) -> Contender:
     import redis
 
     lock = redis.Redis(unix_socket_path=at + ".redis").lock("device", timeout=30)
     return lock.acquire, lock.release
 
 
-def with_grpc(at: str):
+def with_grpc(at: str) -> Contender:
     import grpc
 
     channel = grpc.insecure_channel(f"unix:{at}.grpc")
@@ -73,7 +80,7 @@ def with_grpc(at: str):
     return lambda: acquire(b""), lambda: release(b"")
 
 
-def with_ray(at: str):
+def with_ray(at: str) -> Contender:
     import ray
 
     ray.init(address=Path(at + ".ray").read_text(), namespace="bench", log_to_driver=False, logging_level="ERROR")
@@ -91,8 +98,8 @@ def serve_grpc(at: str) -> None:
     lock = threading.Semaphore(1)
 
     class Lease(grpc.GenericRpcHandler):
-        def service(self, details):
-            def call(*_):
+        def service(self, details: Any) -> Any:
+            def call(*_: Any) -> bytes:
                 lock.acquire() if details.method.endswith("acquire") else lock.release()
                 return b""
 
@@ -115,13 +122,13 @@ def serve_ray(at: str) -> None:
 
     @ray.remote(num_cpus=0)
     class Lease:
-        def __init__(self):
+        def __init__(self) -> None:
             self.lock = asyncio.Semaphore(1)
 
-        async def acquire(self):
+        async def acquire(self) -> None:
             await self.lock.acquire()
 
-        async def release(self):
+        async def release(self) -> None:
             self.lock.release()
 
     keep = Lease.options(name="lease").remote()
@@ -206,6 +213,8 @@ def holder() -> None:
 
 
 class Process:
+    """One of the bench's processes, which talks in lines."""
+
     def __init__(self, python: str, *argv: object, **env: str) -> None:
         command = [python, str(Path(__file__).resolve()), *map(str, argv)]
         self.process = subprocess.Popen(

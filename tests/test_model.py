@@ -42,6 +42,6 @@ def test_a_broken_scheduler_is_caught(monkeypatch):
 
 def test_a_scheduler_that_forgets_somebody_is_caught(monkeypatch):
     monkeypatch.setattr(Policy, "order", lambda self, waiting, now: [0])  # noqa: ARG005
-    monkeypatch.setattr("pymux.scheduler.Scheduler._recall", lambda *a: None)
+    monkeypatch.setattr("pymux.scheduler.Scheduler._recall", lambda *_: None)
     with pytest.raises(Violation, match="stuck"):
         explore(Setup("two", PAIR, **NOTHING))
