@@ -75,6 +75,9 @@ MAX_REGIONS = 1024  # whose figures a client may tell
 MAX_SPILL_PATH = 255  # bytes; the welcome message has room for so many
 MAX_REQUEST = 4096  # bytes of a client's message; the longest names regions, in a thousand
 _ANCILLARY = socket.CMSG_SPACE(4 * wire.MAX_FDS)
+# As plain numbers: arithmetic with Python's flag types takes longer than the calls.
+_TRUNCATED, _DESCRIPTORS_LOST = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)
+_DONT_WAIT, _NO_SIGNAL = int(socket.MSG_DONTWAIT), int(socket.MSG_NOSIGNAL)
 SO_PEERGROUPS = 59  # <asm-generic/socket.h>; Python's socket module has no name for it
 
 
@@ -335,7 +338,7 @@ class Broker:
     def _read(self, peer: Peer) -> None:
         for _ in range(16):  # then the others get a turn
             try:
-                packet, ancillary, flags, _ = peer.sock.recvmsg(MAX_REQUEST, _ANCILLARY, socket.MSG_DONTWAIT)
+                packet, ancillary, flags, _ = peer.sock.recvmsg(MAX_REQUEST, _ANCILLARY, _DONT_WAIT)
             except BlockingIOError:
                 return
             except OSError:
@@ -346,7 +349,7 @@ class Broker:
                 try:
                     if heir.outbox:
                         raise BlockingIOError
-                    heir.sock.send(promise.packet, socket.MSG_NOSIGNAL)
+                    heir.sock.send(promise.packet, _NO_SIGNAL)
                 except OSError:
                     self._send(heir, promise.packet)
             fds = [fd for _, _, data in ancillary for (fd,) in struct.iter_unpack("i", data)] if ancillary else []
@@ -354,9 +357,9 @@ class Broker:
                 self._drop(peer)
                 return
             try:
-                if flags & socket.MSG_TRUNC:
+                if flags & _TRUNCATED:
                     raise ProtocolError("an oversized message")
-                if flags & socket.MSG_CTRUNC:  # the kernel closed those: the memory is free, the credit stays
+                if flags & _DESCRIPTORS_LOST:  # the kernel closed those: the memory is free, the credit stays
                     log.warning("out of file descriptors: some pages of %s are freed instead of passed", peer)
                 self._message(peer, packet, fds)
             except PymuxError as e:
@@ -637,9 +640,9 @@ class Broker:
             packet, fds = peer.outbox[0]
             try:
                 if fds:
-                    socket.send_fds(peer.sock, [packet], fds, socket.MSG_NOSIGNAL)
+                    socket.send_fds(peer.sock, [packet], fds, _NO_SIGNAL)
                 else:
-                    peer.sock.send(packet, socket.MSG_NOSIGNAL)
+                    peer.sock.send(packet, _NO_SIGNAL)
             except BlockingIOError:
                 if len(peer.outbox) > MAX_OUTBOX:
                     log.warning("%s does not read its messages: dropped", peer)

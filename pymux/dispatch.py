@@ -44,6 +44,8 @@ class Dispatcher:
 
     def order(self, leases: list[Lease], now: float) -> list[Lease]:
         """Return waiting leases, most urgent first; `leases` are in the order of arrival."""
+        if self.policy.by_arrival:
+            return sorted(leases, key=lambda x: x.arrived)
         if len(leases) < 2:
             return leases
         return [leases[i] for i in self.policy.order([self.candidate(x, now) for x in leases], now)]
@@ -88,7 +90,10 @@ class Dispatcher:
         found = {x.order: x for device in scope for x in table.waiting[device]}
         free_until: dict[str, float] = {}  # of devices that are kept for an heir that waits for others too
         order = self.order([found[k] for k in sorted(found)], now)
+        sharing = any(x.overlap for x in order) or any(x.overlap for device in scope for x in table.on[device])
         for lease in order:
+            if not sharing and len(d.heirs) == len(scope) and all(table.on[device] for device in scope):
+                break  # everything is taken, and has its heir
             if lease.until > now or not self._members.groups[lease.group].ready or lease.group in table.leases:
                 continue
             blockers = [x for device in lease.devices for x in table.on[device] if not self.together(x, lease)]
@@ -129,7 +134,7 @@ class Dispatcher:
 
     def _lent(self, lease: Lease, now: float) -> bool:
         """Whether a device is lent, and this phase would not be over when its lender is back."""
-        loans = [x for x in self._table.leases.values() if x.state is State.LENT and x.devices & lease.devices]
+        loans = [x for x in self._table.lent if x.devices & lease.devices]
         if not loans or self.policy.overdue(self.candidate(lease, now), now):
             return False
         return now + self._needs(lease) > min(x.until for x in loans)

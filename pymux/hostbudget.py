@@ -69,6 +69,8 @@ class HostBudget:
         waiting = sorted(self.accounts.items(), key=lambda item: not item[1].urgent)
         for client, account in waiting:
             lacking = account.want - account.granted
+            if lacking <= 0 and not account.urgent:
+                continue
             give = max(0, min(lacking, self._room(account))) if account.urgent or client in sharing else 0
             if give or account.urgent:
                 account.granted += give

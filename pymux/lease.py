@@ -50,8 +50,8 @@ class Cause(Enum):
 _HELD = (State.GRANTED, State.ACTIVE, State.RECALLED, State.PRESSED, State.DRAINING, State.LENDING, State.UNDOING)
 _RUNNING = (State.ACTIVE, State.RECALLED, State.PRESSED)
 
-OCCUPIES = frozenset(_HELD)
-RUNNING = frozenset(_RUNNING)
+OCCUPIES = _HELD  # tuples: an Enum's hash is slow
+RUNNING = _RUNNING
 
 TRANSITIONS: dict[tuple[State, Cause], State] = {
     (State.WAITING, Cause.GRANT): State.GRANTED,

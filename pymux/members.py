@@ -85,6 +85,7 @@ class Members:
         self.clients: dict[int, Client] = {}
         self.groups: dict[GroupKey, Group] = {}
         self.jobs: dict[str, Job] = {}
+        self._limited: dict[str, Job] = {}  # of these, those with a page budget
         self._banks = banks
         self._limits = limits
         self._default = default
@@ -126,6 +127,8 @@ class Members:
         self.clients[e.client] = client
         self.groups[key] = group
         self.jobs[e.job] = job
+        if job.limits.device_bytes:
+            self._limited[e.job] = job
         group.members[e.client] = client
         job.clients.add(e.client)
         if e.device:
@@ -170,6 +173,7 @@ class Members:
         job.clients.discard(client.id)
         if not job.clients:
             del self.jobs[job.name]
+            self._limited.pop(job.name, None)
         del self.clients[client.id]
 
     def page_limit(self, client: Client) -> int | None:
@@ -180,13 +184,10 @@ class Members:
     def page_budgets(self, device: str) -> dict[int, PageBudget]:
         """For the clients of limited jobs on a device: the limit, and who shares it."""
         out: dict[int, PageBudget] = {}
-        for job in self.jobs.values():
-            if job.limits.device_bytes:
-                kin = frozenset(c for c in job.clients if self.clients[c].device == device)
-                for c in kin:
-                    limit = self.page_limit(self.clients[c])
-                    assert limit is not None
-                    out[c] = {"limit": limit, "kin": kin}
+        for job in self._limited.values():
+            kin = frozenset(c for c in job.clients if self.clients[c].device == device)
+            limit = job.limits.device_bytes // self._banks[device].page_size
+            out |= {c: {"limit": limit, "kin": kin} for c in kin}
         return out
 
     def host_key(self, client: Client) -> tuple[str, int]:

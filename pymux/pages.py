@@ -11,7 +11,7 @@ from math import inf
 from pymux.bank import RETRY_SECONDS, Account, Bank, Claim
 from pymux.estimator import SwitchCost
 from pymux.events import Acquire, Action, Deny, Give, Want
-from pymux.lease import Lease
+from pymux.lease import Lease, State
 from pymux.members import NO_BUDGET, Client, Members
 
 PATIENCE_SECONDS = 5.0  # how long a holder may lack pages that nobody can give, before it is told
@@ -108,14 +108,16 @@ class Pages:
             device: its UUID.
             on: what occupies it.
             heir: what is next there.
-            order: what waits there, in the order in which it will run.
+            order: what waits, or waited a moment ago, in the order in which it will run.
             now: seconds.
         """
         bank = self.banks[device]
         here = bank.accounts.keys()
         holders = [m for x in on for m in sorted(x.members & here)]
         next_up = sorted(heir.members & here) if heir else []
-        if not holders and not next_up:
+        if not any(bank.accounts[m].want > bank.accounts[m].held for m in (*holders, *next_up)):
+            for m in holders:
+                self._short.pop(m, None)
             return []
         spared = frozenset(holders)
         # What a running phase does not use is its heir's; until it runs, nobody knows.
@@ -126,7 +128,8 @@ class Pages:
         claims += [
             Claim(client=c, spared=both, running=running, holders=spared, **budgets.get(c, NO_BUDGET)) for c in next_up
         ]
-        plan = bank.plan(claims, now, [m for x in order for m in sorted(x.members & here)])
+        waiting = [m for x in order if x.state is State.WAITING for m in sorted(x.members & here)]
+        plan = bank.plan(claims, now, waiting)
         out: list[Action] = list(plan.actions)
         # A shortage may pass: a dying process still has memory, a budget is about to be read anew, a
         # client that could not give is asked again. It has lasted since the claimant last got a page.

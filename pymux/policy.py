@@ -53,6 +53,7 @@ class Policy:
         key: of a candidate at a time; smaller runs first, ties in the order of arrival.
         max_wait: seconds after which a waiting phase comes before all that wait for less long.
         gives_way: whether a running phase with this key gives way to a waiting one with that key.
+        by_arrival: whether the order is simply that of arrival.
         extension: seconds for which the running job's phases may follow each other before the waiting one's turn.
     """
 
@@ -60,6 +61,7 @@ class Policy:
     key: Key
     max_wait: float
     gives_way: Callable[[float, float], bool]
+    by_arrival: bool = False
     extension: Callable[[Candidate, Candidate, float], float] = lambda running, waiting, now: 0.0  # noqa: ARG005
 
     def order(self, waiting: Sequence[Candidate], now: float) -> list[int]:
@@ -143,7 +145,13 @@ def _remaining(c: Candidate, now: float) -> float:  # noqa: ARG001
 
 def fifo(max_wait: float) -> Policy:
     """First come, first served; at yield points, in turns."""
-    return Policy(name="fifo", key=_arrival, max_wait=max_wait, gives_way=lambda running, waiting: True)  # noqa: ARG005
+    return Policy(
+        name="fifo",
+        key=_arrival,
+        max_wait=max_wait,
+        gives_way=lambda running, waiting: True,  # noqa: ARG005
+        by_arrival=True,
+    )
 
 
 def fair(max_wait: float) -> Policy:

@@ -116,7 +116,7 @@ class Scheduler:
         if now < self.frozen_until:
             return self.frozen_until
         due = [x for x in [self.pages.next_deadline(now)] if x is not None]
-        if self._heirs or any(x.state is State.LENT for x in self.table.leases.values()):
+        if self._heirs or self.table.lent:
             due.append(max(now, self._reviewed + REVIEW_SECONDS))
         elif any(self.table.waiting.values()) or any(b.taking for b in self.banks.values()):
             due.append(now + REVIEW_SECONDS)
@@ -318,7 +318,7 @@ class Scheduler:
                 self.table.enqueue(request, group)
 
     def _member_left(self, lease: Lease, now: float, out: list[Action]) -> None:
-        if not lease.members or (not lease.openers and lease.state in {State.LENT, State.FENCED}):
+        if not lease.members or (not lease.openers and lease.state in (State.LENT, State.FENCED)):
             self._move(lease, Cause.WITHDRAW, now)
         elif lease.state is State.GRANTED and lease.openers:
             lease.failure = self.members.groups[lease.group].lost
@@ -453,6 +453,10 @@ class Scheduler:
         job = self.members.jobs.get(lease.group[0])
         before = lease.state
         after = lease.move(cause)
+        if before is State.LENT:
+            self.table.lent.remove(lease)
+        elif after is State.LENT:
+            self.table.lent.append(lease)
         if job:
             job.advance(now)
             waits = (State.WAITING, State.GRANTED)
@@ -462,13 +466,13 @@ class Scheduler:
         if after is State.GRANTED:
             self.table.leases[lease.group] = lease
             self.table.occupy(lease)
-        elif after in {State.LENT, State.FENCED}:
+        elif after in (State.LENT, State.FENCED):
             self.table.vacate(lease)
-        elif after in {State.ENDED, State.WAITING}:
+        elif after in (State.ENDED, State.WAITING):
             self.table.vacate(lease)
             if self.table.leases.get(lease.group) is lease:
                 del self.table.leases[lease.group]
-        if after not in {State.GRANTED, State.ACTIVE, State.RECALLED, State.PRESSED}:
+        if after not in (State.GRANTED, State.ACTIVE, State.RECALLED, State.PRESSED):
             self.table.touched |= lease.devices
         return after
 
@@ -592,7 +596,7 @@ class Scheduler:
 
     def _settle_drain(self, lease: Lease, now: float, out: list[Action]) -> None:
         """Go on when all members have drained their devices."""
-        if lease.state not in {State.DRAINING, State.LENDING, State.UNDOING} or not lease.released >= lease.members:
+        if lease.state not in (State.DRAINING, State.LENDING, State.UNDOING) or not lease.released >= lease.members:
             return
         group = self.members.groups.get(lease.group)
         for m in lease.members:
@@ -638,7 +642,7 @@ class Scheduler:
             self.table.touched |= self.banks.keys()
             for lease in [x for x in self.table.leases.values() if x.running and not x.openers]:
                 self._end(lease, Cause.RELEASE, now, out)  # who opened it is gone
-        for lease in [x for x in self.table.leases.values() if x.state is State.LENT and x.until <= now]:
+        for lease in [x for x in self.table.lent if x.until <= now]:
             self._move(lease, Cause.LAPSE, now)
         if now >= self.frozen_until:
             self._watch(now, out)
@@ -646,7 +650,7 @@ class Scheduler:
     def _watch(self, now: float, out: list[Action]) -> None:
         """Ask those whom somebody waits for whether they run; pass over those who do not."""
         owing = {m for d in self._heirs for x in self.table.on[d] for m in x.members}
-        owing |= {m for x in self.table.leases.values() if x.state not in {State.LENT, State.FENCED} and not x.running
+        owing |= {m for x in self.table.leases.values() if x.state not in (State.LENT, State.FENCED) and not x.running
                   for m in x.members}  # fmt: skip
         owing |= {c for bank in self.banks.values() if bank.taking for c, a in bank.accounts.items() if a.taking}
         for c in sorted(owing):
@@ -671,7 +675,7 @@ class Scheduler:
         lease = self.table.leases.get(client.group.key)
         if lease and lease.occupies and client.id in lease.members:
             self._unpromise(lease, out)
-            requeued = lease.state in {State.GRANTED, State.UNDOING}
+            requeued = lease.state in (State.GRANTED, State.UNDOING)
             fenced = [Fenced(client=m, generation=lease.generation, requeued=requeued) for m in sorted(lease.members)]
             out += fenced
             for m in lease.members:
@@ -692,7 +696,8 @@ class Scheduler:
             self.table.touched = set()
             decision = self.dispatcher.decide(scope, now, lambda lease: self._grant(lease, now, out))
             for device in scope:
-                self._orders[device] = [x for x in decision.order if device in x.devices]
+                at = decision.order if len(scope) == 1 else [x for x in decision.order if device in x.devices]
+                self._orders[device] = at
                 self._heirs.pop(device, None)
                 if device in decision.heirs:
                     self._heirs[device] = decision.heirs[device]
@@ -700,10 +705,9 @@ class Scheduler:
                 self._promise(device, out)
             self._counted |= scope
         for device in sorted(self._counted):
-            order = [x for x in self._orders[device] if x.state is State.WAITING]
             heir = self._heirs.get(device)
             heir = heir if heir and heir.state is State.WAITING else None
-            out += self.pages.plan(device, self.table.on[device], heir, order, now)
+            out += self.pages.plan(device, self.table.on[device], heir, self._orders[device], now)
         self._counted.clear()
         if self._host_touched:
             self._host_touched = False
@@ -725,7 +729,7 @@ class Scheduler:
                 and lease.devices == heir.devices
                 and not any(self.members.groups[x.group].joint for x in (lease, heir))
                 and self.pages.none_stopped(device)
-                and not any(x.state is State.LENT and device in x.devices for x in self.table.leases.values())
+                and not any(device in x.devices for x in self.table.lent)
             ):
                 heir = None
             (seq,) = heir.openers.values() if heir else (0,)
@@ -741,7 +745,7 @@ class Scheduler:
         """Ask those who are in the way of who is next."""
         heir = self._heirs[device]
         for lease in self.table.on[device]:
-            if lease.state not in {State.ACTIVE, State.RECALLED} or self.dispatcher.together(lease, heir):
+            if lease.state not in (State.ACTIVE, State.RECALLED) or self.dispatcher.together(lease, heir):
                 continue
             press, extend = self.dispatcher.presses(lease, heir, now)
             if not press and lease.state is State.RECALLED and lease.recalled_for == heir.order:

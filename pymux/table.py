@@ -17,6 +17,7 @@ class Table:
 
     Attributes:
         leases: those that occupy devices, are lent or fenced, by group.
+        lent: of these, those that are lent.
         on: by device: what occupies it.
         waiting: by device: what waits for it.
         touched: devices to decide about.
@@ -24,6 +25,7 @@ class Table:
 
     def __init__(self) -> None:
         self.leases: dict[GroupKey, Lease] = {}
+        self.lent: list[Lease] = []
         self.on: dict[str, list[Lease]] = {}
         self.waiting: dict[str, list[Lease]] = {}
         self._requests: dict[GroupKey, list[Lease]] = {}
