@@ -207,6 +207,14 @@ def doctor(*, as_json: bool) -> None:
 
 
 @main.command()
+@click.option(
+    "--mode",
+    type=click.Choice(["sync", "async"]),
+    default="sync",
+    show_default=True,
+    help="async: each job is a sampler and a trainer process.",
+)
+@click.option("--staleness", type=click.IntRange(0), default=0, show_default=True, help="Steps, with --mode async.")
 @click.option("--jobs", type=click.IntRange(1, 8), default=3, show_default=True, help="How many jobs share the device.")
 @click.option("--steps", type=click.IntRange(1), default=None, help="Training steps of each job.")
 @click.option("--capacity", default=None, help="Memory of the simulated device, such as 416M.")
@@ -225,7 +233,15 @@ def doctor(*, as_json: bool) -> None:
     show_default=True,
 )
 def demo(
-    *, jobs: int, steps: int | None, capacity: str | None, device: int, json_path: Path | None, output: Path
+    *,
+    mode: str,
+    staleness: int,
+    jobs: int,
+    steps: int | None,
+    capacity: str | None,
+    device: int,
+    json_path: Path | None,
+    output: Path,
 ) -> None:
     """Run real GRPO jobs one after the other, with snapshots, and with pymux; compare."""
     try:
@@ -234,7 +250,16 @@ def demo(
         raise click.ClickException(
             f"the demo needs torch and matplotlib: pip install 'pymux-cuda[torch,plot]' ({e})"
         ) from e
-    ok = run(jobs=jobs, steps=steps, capacity=capacity, device=device, json_path=json_path, output=output)
+    ok = run(
+        mode=mode,
+        staleness=staleness,
+        jobs=jobs,
+        steps=steps,
+        capacity=capacity,
+        device=device,
+        json_path=json_path,
+        output=output,
+    )
     if not ok:
         sys.exit(1)
 

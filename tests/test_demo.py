@@ -100,6 +100,16 @@ def test_the_demo_runs_three_ways_and_its_weights_agree(tmp_path):
     assert "bit-identical" in done.output
 
 
+def test_asynchronous_jobs_learn_the_same_with_and_without_sharing(tmp_path):
+    args = ["demo", "--mode", "async", "--jobs", "2", "--steps", "2", "--output", str(tmp_path)]
+    done = CliRunner().invoke(main, [*args, "--capacity", "256M"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["weights_identical"] is True
+    assert (report["mode"], report["staleness"]) == ("async", 0)
+    assert "bit-identical" in done.output
+
+
 def test_a_device_too_small_for_one_job_is_said_with_both_figures(tmp_path):
     done = CliRunner().invoke(
         main, ["demo", "--jobs", "1", "--steps", "1", "--capacity", "64M", "--output", str(tmp_path)]

@@ -1,7 +1,7 @@
-"""One GRPO job of the demo, in a process of its own: ``python -m pymux.demo.job CONFIG``.
+"""A process of a GRPO job of the demo: ``python -m pymux.demo.job CONFIG``.
 
-The loop is what a user writes. Around it: it says "ready" on stdout, starts on a line on stdin,
-reports each step as a line of JSON, and writes what it measured at the end.
+The loop in train() is what a user writes; asynchronous.py has the one of two processes. Around it: the process says
+"ready" on stdout, starts on a line on stdin, reports each step as a line of JSON, and writes what it measured.
 """
 
 from __future__ import annotations
@@ -11,55 +11,19 @@ import json
 import random
 import sys
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import pymux
-from pymux.demo import sandbox, tasks
+from pymux.demo import asynchronous, sandbox, tasks
+from pymux.demo.config import Config
 from pymux.demo.model import Shape, Transformer, generate, log_probabilities
-from pymux.mux import Swap
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
-    """A job.
-
-    Attributes:
-        name: of the job.
-        kind: index into `tasks.KINDS`.
-        seed: of the model, the tasks and the sampling.
-        steps: training steps.
-        prompts: tasks a step.
-        group: answers to each, for the group-relative advantage.
-        learning_rate: of AdamW.
-        latency: seconds of the sandbox, see `sandbox.score`.
-        device: ordinal.
-        swap: see `pymux.connect`.
-        result: path of the JSON file to write.
-    """
-
-    name: str
-    kind: int
-    seed: int
-    steps: int
-    prompts: int = 8
-    group: int = 8
-    learning_rate: float = 3e-4
-    latency: float = 0.9
-    device: int = 0
-    swap: Swap = "demand"
-    result: str = ""
-
-    def dump(self) -> str:
-        """Return the command-line argument."""
-        return json.dumps(asdict(self))
 
 
 def train(mux: pymux.Mux, config: Config) -> dict[str, Any]:
-    """Run the job; returns its rewards and the hash of its final weights."""
+    """Run the job; returns its rewards and its final weights."""
     torch.manual_seed(config.seed)
     rng = random.Random(config.seed)
     sampling = torch.Generator().manual_seed(config.seed)
@@ -97,12 +61,14 @@ def train(mux: pymux.Mux, config: Config) -> dict[str, Any]:
             optimizer.zero_grad()
 
         rewards.append(scores.mean().item())
-        print(json.dumps({"step": step + 1, "reward": rewards[-1]}), flush=True)
+        report(step + 1, rewards[-1])
 
-    digest = hashlib.sha256()
-    for p in model.parameters():
-        digest.update(mux.to_host(p).numpy().tobytes())
-    return {"rewards": rewards, "weights": digest.hexdigest()}
+    return {"rewards": rewards, "weights": torch.cat([mux.to_host(p).reshape(-1) for p in model.parameters()])}
+
+
+def report(step: int, reward: float) -> None:
+    """Say how far it is."""
+    print(json.dumps({"step": step, "reward": reward}), flush=True)
 
 
 def main() -> None:
@@ -115,17 +81,27 @@ def main() -> None:
     torch.backends.cuda.enable_mem_efficient_sdp(enabled=False)
     config = Config(**json.loads(sys.argv[1]))
     torch.optim.AdamW([torch.zeros(1)])  # the first optimizer imports for a second: before the clock starts
-    with pymux.connect(config.name, device=config.device, swap=config.swap) as mux:
+    with pymux.connect(
+        config.name, name="main" if config.role == "loop" else config.role, device=config.device, swap=config.swap
+    ) as mux:
         print(json.dumps({"ready": True}), flush=True)
         sys.stdin.readline()
         started = time.monotonic()
-        outcome = train(mux, config)
+        match config.role:
+            case "sampler":
+                outcome = asynchronous.sample(mux, config, asynchronous.connect_as_sampler(config))
+            case "trainer":
+                outcome = asynchronous.learn(mux, config, asynchronous.connect_as_trainer(config), report)
+            case "loop":
+                outcome = train(mux, config)
         finished = time.monotonic()
+        weights = outcome["weights"]
         result = {
-            "job": config.name,
+            "job": config.process,
             "started": started,
             "finished": finished,
-            **outcome,
+            "rewards": outcome["rewards"],
+            "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest() if len(weights) else "",
             "trace": mux.trace(),
             "stats": mux.stats(),
         }

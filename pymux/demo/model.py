@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -86,7 +87,12 @@ class Transformer(nn.Module):
 
 
 def generate(
-    model: Transformer, prompts: Tensor, cache: list[Tensor], steps: int, generator: torch.Generator
+    model: Transformer,
+    prompts: Tensor,
+    cache: list[Tensor],
+    steps: int,
+    generator: torch.Generator,
+    between: Callable[[], object] = lambda: None,
 ) -> Tensor:
     """Sample continuations.
 
@@ -96,6 +102,7 @@ def generate(
         cache: of the same batch.
         steps: tokens to sample.
         generator: where randomness comes from; on the CPU.
+        between: called before each token; here the device may be given away.
 
     Returns:
         Token ids (batch, time + steps).
@@ -103,6 +110,7 @@ def generate(
     tokens, new, start = prompts, prompts, 0
     with torch.no_grad():
         for _ in range(steps):
+            between()
             logits = model(new, cache, start)[:, -1].float().cpu()
             start += new.shape[1]
             new = torch.multinomial(logits.softmax(-1), 1, generator=generator).to(prompts.device)

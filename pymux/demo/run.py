@@ -12,7 +12,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pymux import _core, config, report, telemetry
 from pymux.demo import tasks
-from pymux.demo.job import Config
+from pymux.demo.config import Config, Role
 from pymux.errors import PymuxError
 from pymux.mux import Swap
 
@@ -65,8 +66,8 @@ class _Job:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self._lines.put((self.config.name, json.loads(line)))
-        self._lines.put((self.config.name, None))
+            self._lines.put((self.config.process, json.loads(line)))
+        self._lines.put((self.config.process, None))
 
     def go(self) -> None:
         """Start the training."""
@@ -88,16 +89,26 @@ class _Job:
         code = self.process.wait()
         if code != 0:
             tail = self.log.read_text(errors="replace").strip()[-2000:]
-            raise DemoError(f"job {self.config.name} ended with {code}:\n{tail}")
+            raise DemoError(f"job {self.config.process} ended with {code}:\n{tail}")
         return cast("dict[str, Any]", json.loads(Path(self.config.result).read_text(encoding="utf-8")))
 
 
 def run(
-    *, jobs: int, steps: int | None, capacity: str | None, device: int, json_path: Path | None, output: Path
+    *,
+    mode: str,
+    staleness: int,
+    jobs: int,
+    steps: int | None,
+    capacity: str | None,
+    device: int,
+    json_path: Path | None,
+    output: Path,
 ) -> bool:
     """Run the demo and write its report.
 
     Args:
+        mode: ``"sync"``: each job is one process; ``"async"``: a sampler and a trainer.
+        staleness: of an asynchronous job, see `Config`.
         jobs: how many share the device.
         steps: training steps of each; None for the default.
         capacity: device memory for regions, such as ``"320M"``; None for the default.
@@ -118,19 +129,37 @@ def run(
     console = Console()
     _core.load_driver(config.load().driver)
     name = _core.Device(device).name
+    kind = "GRPO jobs" if mode == "sync" else f"asynchronous GRPO jobs (staleness {staleness})"
     console.print(
-        f"{jobs} GRPO jobs of {steps} steps on [bold]{name}[/bold], {size >> 20} MiB for regions. "
+        f"{jobs} {kind} of {steps} steps on [bold]{name}[/bold], {size >> 20} MiB for regions. "
         f"The same seeded jobs run three ways."
     )
+    roles: tuple[Role, ...] = ("loop",) if mode == "sync" else ("sampler", "trainer")
     results: dict[str, list[dict[str, Any]]] = {}
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[reward]}"),
         TimeElapsedColumn(), console=console,
     ) as progress:  # fmt: skip
-        for mode, together, swap in MODES:
-            results[mode] = _run_mode(mode, together, swap, jobs, steps, size, device, progress)
+        for way, together, swap in MODES:
+            configs = [
+                [
+                    Config(
+                        name=f"{tasks.KINDS[i % len(tasks.KINDS)].__name__}-{i}",
+                        role=role,
+                        kind=i,
+                        seed=i,
+                        steps=steps,
+                        staleness=staleness,
+                        device=device,
+                        swap=swap,
+                    )
+                    for role in roles
+                ]
+                for i in range(jobs)
+            ]
+            results[way] = _run_way(way, configs, together, size, progress)
     solo = {r["job"]: r["finished"] - r["started"] for r in results["sequential"]}
-    runs = {mode: telemetry.summarize(rs, solo) for mode, rs in results.items()}
+    runs = {way: telemetry.summarize(rs, solo) for way, rs in results.items()}
     hashes = [{r["job"]: r["weights"] for r in rs} for rs in results.values()]
     identical = all(h == hashes[0] for h in hashes)
     document = {
@@ -138,6 +167,8 @@ def run(
         "date": time.strftime("%Y-%m-%d"),
         "device": name,
         "capacity_bytes": size,
+        "mode": mode,
+        "staleness": staleness if mode == "async" else None,
         "jobs": jobs,
         "steps": steps,
         "runs": runs,
@@ -165,10 +196,18 @@ def _mean(groups: Iterable[Iterable[float]]) -> float:
     return sum(values) / len(values)
 
 
-def _run_mode(
-    mode: str, together: bool, swap: Swap, jobs: int, steps: int, size: int, device: int, progress: Progress
+def _run_way(
+    way: str, configs: Sequence[Sequence[Config]], together: bool, size: int, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Run all jobs in one way, with a broker and (where simulated) a device of their own."""
+    """Run all jobs in one way, with a broker and (where simulated) a device of their own.
+
+    Args:
+        way: what it is called.
+        configs: of each job, its processes.
+        together: all jobs at once, or one after the other.
+        size: bytes of the device.
+        progress: shows how far they are.
+    """
     scratch = Path(tempfile.mkdtemp(prefix="pymux-demo-"))
     simulated = Path(tempfile.mkdtemp(prefix="pymux-demo-", dir="/dev/shm"))
     env = {
@@ -182,47 +221,56 @@ def _run_mode(
     }
     lines: queue.Queue[tuple[str, dict[str, Any] | None]] = queue.Queue()
     bars = {}
-    running: list[_Job] = []
+    running: list[list[_Job]] = []
     try:
-        for i in range(jobs):
-            name = f"{tasks.KINDS[i % len(tasks.KINDS)].__name__}-{i}"
-            cfg = Config(
-                name=name,
-                kind=i,
-                seed=i,
-                steps=steps,
-                device=device,
-                swap=swap,
-                result=str(scratch / f"{name}.json"),
+        for members in configs:
+            name = members[0].name
+            running.append(
+                [
+                    _Job(
+                        replace(
+                            c, exchange=str(scratch / f"{name}.exchange"), result=str(scratch / f"{c.process}.json")
+                        ),
+                        env,
+                        lines,
+                    )
+                    for c in members
+                ]
             )
-            running.append(_Job(cfg, env, lines))
-            bars[name] = progress.add_task(f"{mode:>10}  {name}", total=steps, reward="", start=False)
-        for _ in running:
+            bars[name] = progress.add_task(f"{way:>10}  {name}", total=members[0].steps, reward="", start=False)
+        processes = {p.config.process: (job, p) for job in running for p in job}
+        for _ in processes:
             name, line = lines.get()
             if line is None:
-                next(j for j in running if j.config.name == name).result()
+                processes[name][1].result()
+
+        def start(job: list[_Job]) -> None:
+            for p in job:
+                p.go()
+            progress.start_task(bars[job[0].config.name])
+
         waiting = list(running)
-        unfinished = len(running)
-        for job in waiting if together else waiting[:1]:
-            job.go()
-            progress.start_task(bars[job.config.name])
-        del waiting[: len(waiting) if together else 1]
-        while unfinished:
+        for _ in range(len(waiting) if together else 1):
+            start(waiting.pop(0))
+        unfinished = {id(job): len(job) for job in running}
+        while any(unfinished.values()):
             name, line = lines.get()
+            job, process = processes[name]
             if line is not None:
-                progress.update(bars[name], completed=line["step"], reward=f"reward {line['reward']:.2f}")
+                bar = bars[process.config.name]
+                progress.update(bar, completed=line["step"], reward=f"reward {line['reward']:.2f}")
                 continue
-            unfinished -= 1
-            next(j for j in running if j.config.name == name).result()
-            progress.stop_task(bars[name])
-            if waiting:
-                job = waiting.pop(0)
-                job.go()
-                progress.start_task(bars[job.config.name])
-        return [j.result() for j in running]
+            process.result()
+            unfinished[id(job)] -= 1
+            if unfinished[id(job)] == 0:
+                progress.stop_task(bars[process.config.name])
+                if waiting:
+                    start(waiting.pop(0))
+        return [p.result() for job in running for p in job]
     finally:
         for job in running:
-            job.close()
+            for p in job:
+                p.close()
         _stop_broker(scratch / "run")
         shutil.rmtree(simulated, ignore_errors=True)
         shutil.rmtree(scratch, ignore_errors=True)
