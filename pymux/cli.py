@@ -214,7 +214,7 @@ def doctor(*, as_json: bool) -> None:
     show_default=True,
     help="async: each job is a sampler and a trainer process.",
 )
-@click.option("--staleness", type=click.IntRange(0), default=0, show_default=True, help="Steps, with --mode async.")
+@click.option("--staleness", type=click.IntRange(0), default=1, show_default=True, help="Steps, with --mode async.")
 @click.option("--jobs", type=click.IntRange(1, 8), default=3, show_default=True, help="How many jobs share the device.")
 @click.option("--steps", type=click.IntRange(1), default=None, help="Training steps of each job.")
 @click.option("--capacity", default=None, help="Memory of the simulated device, such as 416M.")

@@ -1,8 +1,8 @@
 """Which waiting lease gets its devices now, who is next where not, and whom they wait for. Pure.
 
-Invariants: a device that is kept for a lease is lent meanwhile only to phases that are expected to be over by
-then; who has waited longer than the policy's bound is not passed over; whoever allows overlap is beside others only
-if all their pages fit.
+Invariants: a device that is kept for a lease goes meanwhile only to phases that are expected to be over by then, or
+not much later; who has waited longer than the policy's bound is not passed over; whoever allows overlap is beside
+others only if all their pages fit.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Dispatcher:
 
     def _needs(self, lease: Lease) -> float:
         """Seconds until a waiting lease would have given the device back, and its pages be back, as expected."""
-        expected = self._expected(lease)
+        expected = self._expected(lease) or self._durations.typical
         return max(0.0, expected - lease.ran) + 2 * self._pages.cost(lease) if expected else inf
 
     def _busy_until(self, lease: Lease, now: float) -> float:
@@ -133,8 +133,14 @@ class Dispatcher:
         return now + (left if left > 0 else done)
 
     def _lent(self, lease: Lease, now: float) -> bool:
-        """Whether a device is lent, and this phase would not be over when its lender is back."""
+        """Whether a device is lent, and this phase would keep it from its lender for too long.
+
+        It may if it is expected to be over when the lender is back; or if the lender then waits for less long than
+        those who wait now would, all together, for a device that stands still.
+        """
         loans = [x for x in self._table.lent if x.devices & lease.devices]
         if not loans or self.policy.overdue(self.candidate(lease, now), now):
             return False
-        return now + self._needs(lease) > min(x.until for x in loans)
+        until = min(x.until for x in loans)
+        waiting = max(len(self._table.waiting[device]) for device in lease.devices)
+        return now + self._needs(lease) - until > waiting * (until - now)

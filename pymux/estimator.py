@@ -50,6 +50,11 @@ class Durations:
         series = self._series.get((job, phase))
         return None if series is None else max(0.0, series.level + series.trend)
 
+    @property
+    def typical(self) -> float:
+        """Seconds that a phase takes of which nothing is known: the mean of all that are; 0 without any."""
+        return sum(s.level for s in self._series.values()) / len(self._series) if self._series else 0.0
+
     def forget(self, job: str) -> None:
         """Drop what is known of a job."""
         self._series = {key: s for key, s in self._series.items() if key[0] != job}

@@ -101,7 +101,7 @@ def test_the_demo_runs_three_ways_and_its_weights_agree(tmp_path):
 
 
 def test_asynchronous_jobs_learn_the_same_with_and_without_sharing(tmp_path):
-    args = ["demo", "--mode", "async", "--jobs", "2", "--steps", "2", "--output", str(tmp_path)]
+    args = ["demo", "--mode", "async", "--staleness", "0", "--jobs", "2", "--steps", "2", "--output", str(tmp_path)]
     done = CliRunner().invoke(main, [*args, "--capacity", "256M"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "report.json").read_text())
