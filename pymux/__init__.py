@@ -24,7 +24,9 @@ from pymux.errors import (
     UnknownRegion,
     VersionMismatch,
 )
-from pymux.mux import Lease, Mux, Phase, Region, connect
+from pymux.mux import Mux, connect
+from pymux.phase import Lease, Phase
+from pymux.region import Region
 
 __version__ = "0.1.0"
 

@@ -12,7 +12,7 @@ SANS_IO = {
     "bank", "dispatch", "estimator", "events", "hostbudget", "jobs", "lease", "members", "pages", "plan", "policy",
     "scheduler", "table",
 }  # fmt: skip
-PUBLIC = {"pymux", "pymux.mux", "pymux.errors", "pymux._core", "pymux.config"}
+PUBLIC = {"pymux", "pymux.mux", "pymux.region", "pymux.errors", "pymux._core", "pymux.config"}
 
 
 def imports(path):

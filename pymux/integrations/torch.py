@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pymux import _core, config
 from pymux.errors import DriverError, FrozenRegion, RegionError, RegionNotResident
-from pymux.mux import Mux, Region
+from pymux.mux import Mux
+from pymux.region import Region
 
 _FACTORIES = frozenset(
     {

@@ -1,0 +1,130 @@
+"""A region: a named part of the device's memory whose pages come and go."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from pymux import _core
+from pymux.errors import RegionError
+
+if TYPE_CHECKING:
+    from pymux.mux import Mux
+
+
+class Region:
+    """A named part of the device's memory whose pages come and go, at fixed addresses.
+
+    As a context manager: torch's allocations in the block come from the region, under a lease.
+    """
+
+    def __init__(self, mux: Mux, core: _core.Region, at: int, *, frozen: bool) -> None:
+        self.mux = mux
+        self.core = core
+        self.at = at  # index of its device in mux.ordinals
+        self.agent = mux._agents[at]  # noqa: SLF001 - two halves of one thing
+        self.frozen = frozen
+        self._entered: list[contextlib.ExitStack] = []
+
+    @property
+    def name(self) -> str:
+        """Name of the region."""
+        return self.core.name
+
+    @property
+    def device(self) -> int:
+        """Ordinal of its CUDA device."""
+        return self.mux.ordinals[self.at]
+
+    @property
+    def on_evict(self) -> str:
+        """``"keep"`` or ``"discard"``."""
+        return self.core.on_evict
+
+    @property
+    def track(self) -> str:
+        """``"phases"`` or ``"fingerprint"``."""
+        return "fingerprint" if self.core.fingerprint else "phases"
+
+    @property
+    def base(self) -> int:
+        """The region's first device address; it never changes."""
+        return self.core.base
+
+    def contains(self, ptr: int) -> bool:
+        """Whether a device address is the region's."""
+        return self.core.contains(ptr)
+
+    def set_live(self, ranges: Iterable[tuple[int, int]] | None) -> None:
+        """Say which contents must survive an eviction, until the next call; the rest is not moved.
+
+        Call it between the last write and the end of the phase, as the used blocks of a KV cache become known.
+        Blocks allocated later are live as a whole.
+
+        Args:
+            ranges: (offset, bytes) from `base`: for a tensor, ``(t.data_ptr() - region.base, t.nbytes)``.
+                None: everything that is allocated, as at first.
+
+        Raises:
+            RegionError: a range is not within the region.
+        """
+        pairs = None if ranges is None else [(int(offset), int(size)) for offset, size in ranges]
+        for offset, size in pairs or ():
+            if offset < 0 or size < 0 or offset + size > self.core.size:
+                raise RegionError(
+                    f"set_live(): offset {offset} with {size} bytes is not in region {self.name!r}. Offsets count from "
+                    f"region.base."
+                )
+        self.agent.set_live(self.core, pairs)
+
+    def allocate(self, nbytes: int) -> _core.Block:
+        """Allocate a block for raw use, inside a phase; it is freed when the object is dropped.
+
+        Args:
+            nbytes: at least 1; the block is 256-byte aligned.
+
+        Returns:
+            Its address and size, and a buffer where the host can address the device.
+
+        Raises:
+            DeviceOutOfMemory: the device has no room.
+            LeaseError: no phase is open.
+        """
+        return self.agent.allocate(self.core, nbytes)
+
+    def read(self, ptr: int, to: Any) -> None:
+        """Copy contents at a device address into a writable buffer, without a lease.
+
+        Raises:
+            ContentsLost: the pages were discarded.
+        """
+        self.agent.read(self.core, ptr, to)
+
+    @contextlib.contextmanager
+    def serving_torch_allocator(self) -> Iterator[None]:
+        """Serve this thread's calls of the extension's pluggable torch allocator from the region."""
+        _core.torch_enter(self.agent, self.core)
+        try:
+            yield
+        finally:
+            _core.torch_leave()
+
+    def __enter__(self) -> Region:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.mux._lease_for(self.name, "region"))  # noqa: SLF001
+            if "torch" in sys.modules:
+                stack.enter_context(self.mux._torch_integration().allocating(self))  # noqa: SLF001
+            self._entered.append(stack.pop_all())
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._entered.pop().close()
+
+    def __repr__(self) -> str:
+        s = self.mux.stats()["regions"][self.name]
+        return (
+            f"<Region {self.name!r}, on_evict={self.on_evict!r}: {s['live_bytes'] / 2**20:.1f} MiB allocated, "
+            f"{s['resident_bytes'] / 2**20:.0f} MiB resident, {s['evicted_bytes'] / 2**20:.0f} MiB evicted>"
+        )
