@@ -353,14 +353,20 @@ void Agent::handle(const std::vector<char>& bytes, std::vector<Fd>& fds) {
       return;
     case wire::kTake:
       if (auto* m = as<wire::Take>(bytes)) {
-        quota_ += m->count;
+        if (!device_) return;
+        std::lock_guard lock(mutex_);
+        const std::uint64_t more = std::min<std::uint64_t>(m->count, held_ - std::min(held_, quota_));
+        quota_ += more;
+        missing_ += m->count - static_cast<std::uint32_t>(more);  // more than there is
         victims_known_ = false;
       }
       return;
     case wire::kGive:
       if (auto* m = as<wire::Give>(bytes)) {
-        for (auto& fd : fds) spare_fds_.push_back(std::move(fd));
         std::lock_guard lock(mutex_);
+        if (!device_ || m->count > device_->total() / page_size_ - std::min(device_->total() / page_size_, held_))
+          return;
+        for (auto& fd : fds) spare_fds_.push_back(std::move(fd));
         held_ += m->count;
       }
       return;

@@ -86,7 +86,11 @@ const Driver& driver() {
 
 void raise(const Error& e) {
   py::object type = py::module_::import("pymux.errors").attr(e.type);
-  py::object value = type(e.what());
+  // A broker's text may have been cut in the middle of a character.
+  const std::string what = e.what();
+  auto text = py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeUTF8(what.data(), static_cast<Py_ssize_t>(what.size()), "replace"));
+  py::object value = type(text);
   if (e.need || e.limit) {
     value.attr("need") = e.need;
     value.attr("limit") = e.limit;

@@ -207,7 +207,7 @@ class Bank:
                     taken[client] = taken.get(client, 0) + count
                     lacking -= count
         own = self.accounts[claim.client]
-        count = min(own.own - own.taking, lacking)
+        count = min(min(own.own, own.held) - own.taking, lacking)
         if count > 0 and now >= own.unwilling_until:
             taken[claim.client] = count
         yield from taken.items()

@@ -71,6 +71,9 @@ CONTEXT_HEADROOM = 0.10  # of a device whose contexts cost memory: room for acti
 HOST_SHARE = 0.80  # of the host's memory (or its control group's) that swapped-out pages may have by default
 REPORT_SECONDS = 0.2  # how long a status request waits for the clients' figures
 MAX_OUTBOX = 4096  # messages to a client that does not read
+MAX_PAGES = 1 << 30  # that a message may speak of; two PiB of the smallest ones
+_PAGE_FIELDS = ("held", "want", "own", "count", "missing", "resident", "discardable", "clean", "dirty")
+_IN_BYTES = ("host", "figures", "ran")
 MAX_REGIONS = 1024  # whose figures a client may tell
 MAX_SPILL_PATH = 255  # bytes; the welcome message has room for so many
 MAX_REQUEST = 4096  # bytes of a client's message; the longest names regions, in a thousand
@@ -214,9 +217,8 @@ class Broker:
         self._devices: dict[str, Device] = {}
         self._inquiries: list[Inquiry] = []
         self._next_id = 1
-        self._spare_fd = os.open(
-            "/dev/null", os.O_RDONLY | os.O_CLOEXEC
-        )  # to refuse a client with when there are no more
+        # To refuse a client with when there are no more descriptors.
+        self._spare_fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         self._idle_since = now
         self._budget_at = now
         self._tick_at = self._scheduler.next_deadline(now)
@@ -397,6 +399,8 @@ class Broker:
 
     def _message(self, peer: Peer, packet: bytes, fds: list[int]) -> None:
         name, m = wire.decode(packet)
+        if name not in _IN_BYTES and any(m.get(field, 0) > MAX_PAGES for field in _PAGE_FIELDS):
+            raise ProtocolError(f"message {name} with more pages than there are anywhere")
         now = time.monotonic()
         if name == "hello":
             self._hello(peer, m, now)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 _LEVEL = 0.3  # weight of the latest phase in the mean
 _TREND = 0.1  # and in the trend
+_MAX_PHASES = 64  # of a job whose durations are remembered
 _COST = 0.3  # of the latest switch in the seconds a page takes
 
 
@@ -39,7 +40,8 @@ class Durations:
         latest = seconds / count
         series = self._series.get((job, phase))
         if series is None:
-            self._series[job, phase] = _Series(latest)
+            if sum(j == job for j, _ in self._series) < _MAX_PHASES:
+                self._series[job, phase] = _Series(latest)
             return
         before = series.level
         series.level = _LEVEL * latest + (1 - _LEVEL) * (before + series.trend)

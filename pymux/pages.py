@@ -93,7 +93,7 @@ class Pages:
                 continue
             for x in (*on[device], lease):
                 for a in (bank.accounts[m] for m in x.members if m in bank.accounts):
-                    spare = a.counts.discardable + a.counts.clean + a.counts.dirty
+                    spare = min(a.held, a.counts.discardable + a.counts.clean + a.counts.dirty)
                     needed += a.held - spare if x.running else a.want - a.own
             if needed > bank.budget:
                 return False

@@ -297,6 +297,8 @@ class Scheduler:
             self.table.touched.add(client.device)
         self.pages.settled(client)
         self.members.leave(client)
+        if client.job.name not in self.members.jobs:
+            self.durations.forget(client.job.name)
         lease = self.table.leases.get(group.key)
         if lease and client.id in lease.members:
             lease.openers.pop(client.id, None)

@@ -403,3 +403,52 @@ def test_allocating_in_a_region_inside_a_phase_that_does_not_use_it_brings_it_in
     mux.evict()
     assert mux.to_host(other).tolist() == [3.0] * 10
     assert mux.to_host(more).tolist() == [3.0] * 10
+
+
+def test_a_phases_priority_is_that_of_the_stream_its_body_runs_on_and_ends_with_it(mux, monkeypatch):
+    """Without a GPU torch has no streams: these stand in for them, and say what was asked."""
+    seen, current = [], ["default"]
+
+    class Stream:
+        def __init__(self, device, priority):
+            self.priority = priority
+            seen.append((str(device), priority))
+
+        def wait_stream(self, other):
+            seen.append(("waits for", other))
+
+    class Current:
+        def __init__(self, stream):
+            self.stream = stream
+
+        def __enter__(self):
+            current.append(self.stream)
+
+        def __exit__(self, *exc):
+            current.pop()
+
+    integration = mux._torch_integration()
+    monkeypatch.setattr(integration, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(integration, "before_leave", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", Current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current[-1])
+    with pytest.raises(RuntimeError, match="body"):
+        with mux.phase("urgent", priority=-2):
+            assert current[-1].priority == -2
+            raise RuntimeError("body")
+    assert current == ["default"]
+    assert seen == [("cuda:0", -2), ("waits for", "default")]
+    with mux.phase("background", priority=3) as lease:
+        assert current[-1].priority == 0, "torch has none of less"
+        with lease.idle():
+            assert current == ["default"]
+        assert current[-1].priority == 0
+    with mux.phase("usual"):
+        assert current == ["default"]
+
+
+@pytest.mark.parametrize("options", [{"priority": "high"}, {"expect": -1.0}, {"devices": [7]}, {"devices": []}])
+def test_phase_options_that_make_no_sense_are_refused_at_once(mux, options):
+    with pytest.raises(pymux.ConfigError):
+        mux.phase("p", **options)
