@@ -305,3 +305,17 @@ except pymux.RegionError as e:
 """
     )
     assert "controller" in out
+
+
+def test_a_swap_on_one_device_keeps_nobody_waiting_on_another(node_factory):
+    node = node_factory("32M", PYMUX_SIM_DEVICES="2", PYMUX_SIM_LINK="2e7")
+    big = [job(node, f"big{i}", 1, pages=16) for i in range(2)]
+    small = [job(node, f"small{i}", 1, pages=2, DEVICE="1") for i in range(2)]
+    say(big[0], "phase")  # 64 MiB at 20 MB/s
+    node.until(lambda s: any(x["state"] == "granted" for x in s["devices"][0]["leases"]))
+    for turn in range(5):
+        for s in small:
+            assert order(s, "phase") == str(2 + turn)
+    leases = [x for d in node.status()["devices"] for x in d["leases"] if x["job"] == "big0"]
+    assert [x["state"] for x in leases] == ["granted"], "it still swaps in"
+    assert hear(big[0]) == "2"
