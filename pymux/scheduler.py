@@ -144,7 +144,7 @@ class Scheduler:
         elif isinstance(event, Tick):
             self._tick(now, out)
         elif isinstance(event, Joined):
-            self._join(event, now)
+            self._join(event, now, out)
         elif (client := self.members.clients.get(event.client)) is None:
             return []  # a late message of one that is gone
         else:
@@ -247,7 +247,7 @@ class Scheduler:
         if lease and lease.state is State.FENCED and client.group.responsive:
             self._move(lease, Cause.WITHDRAW, now)
 
-    def _join(self, e: Joined, now: float) -> None:
+    def _join(self, e: Joined, now: float, out: list[Action]) -> None:
         client = self.members.join(e, now)
         group = client.group
         if e.device:
@@ -260,9 +260,11 @@ class Scheduler:
         if not e.lease_generation:
             return
         lease = self.table.leases.get(group.key)
+        others = e.device and any(x is not lease for x in self.table.on[e.device])
+        if others or (lease and lease.generation != e.lease_generation):
+            out.append(Fenced(client=e.client, generation=e.lease_generation))  # it was away for too long
+            return
         if lease is None:
-            if e.device and self.table.on[e.device]:
-                return  # somebody has the device already: this one was away for too long
             self.generation = max(self.generation, e.lease_generation)
             self._arrivals += 1
             lease = Lease(
@@ -278,8 +280,6 @@ class Scheduler:
             self.table.leases[group.key] = lease
             client.job.advance(now)
             client.job.holding += 1
-        elif lease.generation != e.lease_generation:
-            return
         if e.opener:
             lease.openers[e.client] = 0
         lease.members |= {e.client}

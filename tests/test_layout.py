@@ -100,5 +100,9 @@ def test_environment_variables_are_listed_in_the_readme():
 
 def test_the_tests_that_the_page_of_failures_names_exist():
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "failures.md").read_text()))
-    there = {n for p in (ROOT / "tests").glob("test_*.py") for n in re.findall(r"^def (test_\w+)", p.read_text(), re.MULTILINE)}
+    there = {
+        n
+        for p in (ROOT / "tests").glob("test_*.py")
+        for n in re.findall(r"^def (test_\w+)", p.read_text(), re.MULTILINE)
+    }
     assert named - there == set()

@@ -749,3 +749,12 @@ def test_a_promise_is_taken_back_when_its_heir_gives_up():
     waiting(s, 2)
     assert of(Promise, s.handle(Cancel(client=2, seq=1), 1)) == [Promise(client=1, generation=g, grant=None)]
     assert of(Grant, s.handle(Release(client=1, generation=g), 2)) == []
+
+
+def test_a_client_that_comes_back_to_a_new_broker_too_late_is_told_that_its_lease_is_gone():
+    s = scheduler(frozen_until=1.0)
+    s.handle(joined(1), 0)
+    s.handle(acquire(1, 2), 0)
+    assert of(Grant, s.handle(Tick(), 1.0))
+    assert of(Fenced, s.handle(joined(2, held=3, lease_generation=7), 2)) == [Fenced(client=2, generation=7)]
+    assert s.table.leases["job1", "main"].members == {1}
