@@ -15,6 +15,7 @@ from pymux.lease import Lease, State
 from pymux.members import NO_BUDGET, Client, Members
 
 PATIENCE_SECONDS = 5.0  # how long a holder may lack pages that nobody can give, before it is told
+STOPPED_SECONDS = 60.0  # the same, while a process that is stopped has pages: it may be back
 
 
 class Pages:
@@ -139,7 +140,7 @@ class Pages:
                 self._short.pop(c, None)
             if c in plan.short:
                 self._short.setdefault(c, now)
-            if now - self._short.get(c, now) >= PATIENCE_SECONDS:
+            if now - self._short.get(c, now) >= (PATIENCE_SECONDS if self.none_stopped(device) else STOPPED_SECONDS):
                 del self._short[c]
                 out.append(self._denial(self._members.clients[c], for_good=False))
         return out

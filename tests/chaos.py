@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from pymux.errors import BrokerLost
 from tests.conftest import hear
 
 PAGES = {"weights": 5, "optimizer": 6}
@@ -91,6 +92,7 @@ class Chaos:
     def __init__(self, node: Any, seed: int, jobs: int) -> None:
         self.node = node
         self.rng = random.Random(seed)
+        self.odds = [3, 3, 2]  # of a kill, a stop, a broker's death
         self.outcome = Outcome()
         self.stopped: dict[str, float] = {}  # until when
         self.last: dict[str, float] = {}
@@ -112,12 +114,20 @@ class Chaos:
             self.let_go()
             now = time.monotonic()
             slow = {n: now - t for n, t in self.last.items() if n not in self.stopped and now - t > PATIENCE}
-            assert not slow, f"{slow} hang: {self.node.status()}"
+            assert not slow, f"{slow} hang after {self.outcome}: {self.state()}"
             if now > harm_at:
                 harm_at = now + every * (0.5 + self.rng.random())
                 self.harm()
         self.outcome.seconds = time.monotonic() - began
         return self.outcome
+
+    def state(self) -> str:
+        log = self.node.runtime / "broker.log"
+        told = log.read_text()[-1500:] if log.exists() else ""
+        try:
+            return f"{self.node.status()}\n{told}"
+        except BrokerLost as e:
+            return f"{e}\n{told}"
 
     def listen(self) -> None:
         pipes = {p.stdout.fileno(): name for name, p in self.jobs.items() if name not in self.stopped}
@@ -133,7 +143,7 @@ class Chaos:
 
     def harm(self) -> None:
         name = self.rng.choice(sorted(set(self.jobs) - set(self.stopped)))
-        match self.rng.choices(["kill", "stop", "broker"], [3, 3, 2])[0]:
+        match self.rng.choices(["kill", "stop", "broker"], self.odds)[0]:
             case "broker":
                 self.outcome.brokers += 1
                 os.kill(self.node.until(lambda s: s["pid"])["pid"], signal.SIGKILL)
