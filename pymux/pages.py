@@ -45,6 +45,13 @@ class Pages:
         """When to look again, or None."""
         return now + RETRY_SECONDS if self._short else None
 
+    def is_back(self, client: Client, now: float) -> None:
+        """Take it that a client gives again: who lacks pages on its device is patient from now on."""
+        self.account(client).unwilling_until = 0.0
+        for c in self._short:
+            if self._members.clients[c].device == client.device:
+                self._short[c] = now
+
     def note_want(self, client: Client, e: Acquire | Want, now: float | None) -> None:
         """Book what a client wants; `now` where it asks for the device anew."""
         if not client.device:

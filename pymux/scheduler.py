@@ -241,7 +241,7 @@ class Scheduler:
             return
         client.responsive = True
         if client.device:
-            self.pages.account(client).unwilling_until = 0.0
+            self.pages.is_back(client, now)
             self.table.touched.add(client.device)
         lease = self.table.leases.get(client.group.key)
         if lease and lease.state is State.FENCED and client.group.responsive:
