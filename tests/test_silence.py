@@ -48,7 +48,7 @@ def test_who_needs_the_pages_of_a_stopped_process_waits_and_gets_them_afterwards
     say(b, "phase")
     impatient.until(lambda s: s["queue"])
     assert order(c, "phase") == "2", "fits beside the stopped one"
-    assert [r["job"] for r in impatient.status()["queue"]] == ["b"]
+    impatient.until(lambda s: [r["job"] for r in s["queue"]] == ["b"])
     a.send_signal(signal.SIGCONT)
     say(a)
     assert hear(a) == "left"
