@@ -233,9 +233,8 @@ void Agent::acquire(const PhaseRequest& request, bool resumes, const std::functi
   expected_ = request.expected;
   priority_ = request.priority;
   overlap_ = request.overlap;
-  resumes_ = resumes;
   ranks_ = request.ranks;
-  if (!resumes_) ran_ = 0;
+  if (!resumes) ran_ = 0;
   if (phase_ == Phase::parked && resident_locked(uses_)) {  // nobody waits and nothing is missing
     reentries_ += 1;
     activate_locked();
@@ -463,9 +462,7 @@ std::size_t Agent::evict(const std::shared_ptr<Region>& region) {
 void Agent::wait_for(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Ensure>& ensure) {
   Ensure& e = *ensure;
   if (resident_locked(*e.region, e.first, e.count)) return;
-  if (fenced_)
-    throw Error("LeaseFenced", "this process was stopped for so long that others got the device: region '" +
-                                   e.region->name + "' cannot come in. Leave the phase and enter it again.");
+  if (fenced_) throw fenced_error(*e.region);
   ensures_.push_back(ensure);
   post([this, ensure] {
     queue_missing(ensure->region, ensure->first, ensure->count);

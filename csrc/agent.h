@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "backing.h"
+#include "error.h"
 #include "fingerprint.h"
 #include "pager.h"
 #include "region.h"
@@ -188,6 +189,7 @@ class Agent {
   std::uint64_t known_locked() const;
   void drain_device();
   void fail_grant_locked(std::exception_ptr error);
+  static Error fenced_error(const Region& region);
 
   // agent thread: pages (agent_pages.cpp)
   void step();
@@ -257,7 +259,7 @@ class Agent {
   double extend_until_ = 0;                  // before this, it may have more of them
   double expected_ = 0;
   int priority_ = 0;
-  bool overlap_ = false, resumes_ = false;
+  bool overlap_ = false;
   std::uint64_t ranks_ = 0, ended_ = 0;  // ended_: generation of the latest lease that all members have drained
   std::string names_;                    // regions of the open phase, as members are told
   double entered_at_ = 0, ran_ = 0;      // of the open phase: when it was entered, seconds before its last break

@@ -205,6 +205,11 @@ void Agent::fail_grant_locked(std::exception_ptr error) {
   phase_ = Phase::idle;
 }
 
+Error Agent::fenced_error(const Region& region) {
+  return Error("LeaseFenced", "this process was stopped for so long that others got the device: region '" +
+                                  region.name + "' cannot come in. Leave the phase and enter it again.");
+}
+
 // This process was stopped for so long that its lease went to others. What it computed and holds stays.
 void Agent::on_fenced(const wire::Fenced& m) {
   bool again = false, ran = false;
@@ -217,10 +222,7 @@ void Agent::on_fenced(const wire::Fenced& m) {
       fenced_ = true;
       recalled_ = recalled_flag_ = pressed_flag_ = true;
       for (auto& e : ensures_)
-        if (!e->done)
-          e->error = std::make_exception_ptr(
-              Error("LeaseFenced", "this process was stopped for so long that others got the device: region '" +
-                                       e->region->name + "' cannot come in. Leave the phase and enter it again."));
+        if (!e->done) e->error = std::make_exception_ptr(fenced_error(*e->region));
       fill_.clear();
     } else if (phase_ == Phase::waiting && !remote_ && (granted_ || attached_)) {
       again = granted_ && !m.requeued;  // one that came after the fence waits already

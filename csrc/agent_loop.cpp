@@ -498,7 +498,7 @@ void Agent::begin_acquire() {
     m.expected_us = static_cast<std::uint64_t>(std::max(0.0, expected_) * 1e6);
     m.ran_us = static_cast<std::uint64_t>(ran_ * 1e6);
     m.priority = priority_;
-    m.flags = (overlap_ ? wire::kOverlap : 0) | (resumes_ ? wire::kResumes : 0);
+    m.flags = overlap_ ? wire::kOverlap : 0;
     m.ranks = ranks_;
     wire::put_text(m.phase, sizeof m.phase, phase_name_);
     m.counts = counts_locked();

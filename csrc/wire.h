@@ -66,7 +66,7 @@ struct Counts {
 // flags of Hello
 constexpr std::uint32_t kPassesPages = 1, kObserver = 2, kReconnect = 4, kController = 8, kOpener = 16, kJoint = 32;
 // flags of Acquire
-constexpr std::uint32_t kOverlap = 1, kResumes = 2;
+constexpr std::uint32_t kOverlap = 1;
 
 // need, host_need: bytes of device and host memory that the process will need at most; 0: it does not say.
 struct Hello {

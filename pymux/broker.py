@@ -423,7 +423,6 @@ class Broker:
                     ran=m["ran_us"] / 1e6,
                     priority=m["priority"],
                     overlap=bool(m["flags"] & wire.OVERLAP),
-                    resumes=bool(m["flags"] & wire.RESUMES),
                     ranks=frozenset(i for i in range(64) if m["ranks"] >> i & 1) if m["ranks"] else frozenset(),
                     regions=peer.regions,
                     counts=_counts(m),
@@ -589,12 +588,8 @@ class Broker:
                 if action.regions:
                     self._send(peer, wire.encode("regions", regions=action.regions))
                 self._send(peer, wire.encode("prepare", phase=action.phase))
-            case Active(generation=generation):
-                self._send(peer, wire.encode("active", generation=generation))
-            case Drain(generation=generation):
-                self._send(peer, wire.encode("drain", generation=generation))
-            case Ended(generation=generation):
-                self._send(peer, wire.encode("ended", generation=generation))
+            case Active(generation=generation) | Drain(generation=generation) | Ended(generation=generation):
+                self._send(peer, wire.encode(type(action).__name__.lower(), generation=generation))
             case Fenced(generation=generation, requeued=requeued):
                 self._send(peer, wire.encode("fenced", generation=generation, requeued=int(requeued)))
             case Ping():

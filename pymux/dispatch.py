@@ -98,10 +98,9 @@ class Dispatcher:
                 continue
             blockers = [x for device in lease.devices for x in table.on[device] if not self.together(x, lease)]
             claimed = [x for x in lease.devices if x in d.heirs and not self.together(d.heirs[x], lease)]
-            idle = claimed and not any(table.on[device] for device in lease.devices)
-            if idle and now + self._needs(lease) <= min(free_until[device] for device in claimed):
-                claimed = []  # it is over before the heir can begin
             beside = any(table.on[device] for device in lease.devices)
+            if claimed and not beside and now + self._needs(lease) <= min(free_until[device] for device in claimed):
+                claimed = []  # it is over before the heir can begin
             fits = not (claimed or blockers) and self._pages.fits(lease, table.on)
             if claimed or blockers or (beside and not fits):
                 until = max((self._busy_until(x, now) for x in blockers), default=now)

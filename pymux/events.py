@@ -62,7 +62,7 @@ class Acquire(Event):
     """A group wants its devices.
 
     ``want``: pages its client must hold; ``own``: held and unneeded. ``expected``: seconds of the whole phase,
-    0: as learnt; ``ran``: seconds of it that are done. ``resumes``: after a yield or a loan. ``ranks``: of the
+    0: as learnt; ``ran``: seconds of it that are done. ``ranks``: of the
     members whose devices are wanted; empty: all. ``regions``: what the members must have there.
     """
 
@@ -74,7 +74,6 @@ class Acquire(Event):
     ran: float = 0.0
     priority: int = 0
     overlap: bool = False
-    resumes: bool = False
     ranks: frozenset[int] = frozenset()
     regions: str = ""
     counts: Counts = field(default_factory=Counts)

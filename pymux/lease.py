@@ -47,11 +47,8 @@ class Cause(Enum):
     WITHDRAW = "cancel, denial or death"
 
 
-_HELD = (State.GRANTED, State.ACTIVE, State.RECALLED, State.PRESSED, State.DRAINING, State.LENDING, State.UNDOING)
-_RUNNING = (State.ACTIVE, State.RECALLED, State.PRESSED)
-
-OCCUPIES = _HELD  # tuples: an Enum's hash is slow
-RUNNING = _RUNNING
+OCCUPIES = (State.GRANTED, State.ACTIVE, State.RECALLED, State.PRESSED, State.DRAINING, State.LENDING, State.UNDOING)
+RUNNING = (State.ACTIVE, State.RECALLED, State.PRESSED)  # tuples: an Enum's hash is slow
 
 TRANSITIONS: dict[tuple[State, Cause], State] = {
     (State.WAITING, Cause.GRANT): State.GRANTED,
@@ -63,8 +60,8 @@ TRANSITIONS: dict[tuple[State, Cause], State] = {
     (State.ACTIVE, Cause.RECALL): State.RECALLED,
     (State.ACTIVE, Cause.PRESS): State.PRESSED,
     (State.RECALLED, Cause.PRESS): State.PRESSED,
-    **{(s, Cause.RELEASE): State.DRAINING for s in _RUNNING},
-    **{(s, Cause.LEND): State.LENDING for s in _RUNNING},
+    **{(s, Cause.RELEASE): State.DRAINING for s in RUNNING},
+    **{(s, Cause.LEND): State.LENDING for s in RUNNING},
     (State.LENDING, Cause.RELEASE): State.DRAINING,
     (State.DRAINING, Cause.DRAINED): State.ENDED,
     (State.LENDING, Cause.DRAINED): State.LENT,
@@ -74,9 +71,9 @@ TRANSITIONS: dict[tuple[State, Cause], State] = {
     (State.LENT, Cause.WITHDRAW): State.ENDED,
     (State.GRANTED, Cause.FENCE): State.WAITING,
     (State.UNDOING, Cause.FENCE): State.WAITING,
-    **{(s, Cause.FENCE): State.FENCED for s in (*_RUNNING, State.DRAINING, State.LENDING)},
+    **{(s, Cause.FENCE): State.FENCED for s in (*RUNNING, State.DRAINING, State.LENDING)},
     (State.FENCED, Cause.WITHDRAW): State.ENDED,
-    **{(s, Cause.WITHDRAW): State.ENDED for s in _HELD},
+    **{(s, Cause.WITHDRAW): State.ENDED for s in OCCUPIES},
 }
 
 
@@ -94,8 +91,8 @@ class Lease:
         promised: the lease that is granted when this one is released, and `promise`, its grant.
         recalled_for: order of the lease that it was last recalled for.
         until: of a loan, when the group wants its devices back; of a request, before when it is not tried again.
-    failure: why a member could not, and `error`, the exception's name.
-    prepared: members that were told of the request without having asked.
+        failure: why a member could not, and `error`, the exception's name.
+        prepared: members that were told of the request without having asked.
     """
 
     order: int
@@ -139,6 +136,11 @@ class Lease:
     def occupies(self) -> bool:
         """Whether the devices are the group's now."""
         return self.state in OCCUPIES
+
+    @property
+    def current(self) -> bool:
+        """Whether it is granted and its phase not over."""
+        return self.state is State.GRANTED or self.running
 
     @property
     def running(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import inf
 
-from pymux.bank import RETRY_SECONDS, Account, Bank, Claim
+from pymux.bank import Account, Bank, Claim
 from pymux.estimator import SwitchCost
 from pymux.events import Acquire, Action, Deny, Give, Want
 from pymux.lease import Lease, State
@@ -40,10 +40,6 @@ class Pages:
     def short_devices(self) -> set[str]:
         """Devices with a holder that nobody can give pages."""
         return {self._members.clients[c].device for c in self._short}
-
-    def next_deadline(self, now: float) -> float | None:
-        """When to look again, or None."""
-        return now + RETRY_SECONDS if self._short else None
 
     def is_back(self, client: Client, now: float) -> None:
         """Take it that a client gives again: who lacks pages on its device is patient from now on."""

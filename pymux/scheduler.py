@@ -115,7 +115,7 @@ class Scheduler:
         """When a Tick is due, or None."""
         if now < self.frozen_until:
             return self.frozen_until
-        due = [x for x in [self.pages.next_deadline(now)] if x is not None]
+        due = [now + RETRY_SECONDS] if self.pages.short_devices else []
         if self._heirs or self.table.lent:
             due.append(max(now, self._reviewed + REVIEW_SECONDS))
         elif any(self.table.waiting.values()) or any(b.taking for b in self.banks.values()):
@@ -266,19 +266,9 @@ class Scheduler:
             return
         if lease is None:
             self.generation = max(self.generation, e.lease_generation)
-            self._arrivals += 1
-            lease = Lease(
-                order=self._arrivals,
-                group=group.key,
-                phase=e.phase,
-                arrived=now,
-                state=State.ACTIVE,
-                generation=e.lease_generation,
-                granted=now,
-                began=now,
-            )
+            lease = self._new_lease(client, e.phase, now)
+            lease.state, lease.generation, lease.granted, lease.began = State.ACTIVE, e.lease_generation, now, now
             self.table.leases[group.key] = lease
-            client.job.advance(now)
             client.job.holding += 1
         if e.opener:
             lease.openers[e.client] = 0
@@ -325,7 +315,7 @@ class Scheduler:
         elif lease.state is State.GRANTED and lease.openers:
             lease.failure = self.members.groups[lease.group].lost
             self._undo(lease, now, out)
-        elif (lease.running or lease.state is State.GRANTED) and not lease.openers:
+        elif lease.current and not lease.openers:
             self._end(lease, Cause.RELEASE, now, out)
         else:
             self._settle_drain(lease, now, out)
@@ -349,7 +339,7 @@ class Scheduler:
             held.released.add(client.id)  # it does not know of that grant yet, and will send it back
             self._end(held, Cause.RELEASE, now, out)
             held = None
-        if held and client.id in held.openers and (held.running or held.state is State.GRANTED):
+        if held and client.id in held.openers and held.current:
             raise ProtocolError(f"client '{client.name}' asked for a lease that its group has already")
         for other in self.table.requests_of(group.key):
             if other.phase != e.phase and client.id in other.openers:  # it waits for one thing at a time
@@ -365,7 +355,7 @@ class Scheduler:
             if denial := self.pages.impossible(client, e):
                 out.append(denial)
                 return
-        if held and held.phase == e.phase and (held.running or held.state is State.GRANTED):
+        if held and held.phase == e.phase and held.current:
             held.openers[client.id] = e.seq
             held.members |= {client.id}
             held.ready.discard(client.id)
@@ -374,25 +364,21 @@ class Scheduler:
             return
         request = next((x for x in self.table.requests_of(group.key) if x.phase == e.phase), None)
         if request is None:
-            self._arrivals += 1
-            request = Lease(
-                order=self._arrivals,
-                group=group.key,
-                phase=e.phase,
-                arrived=now,
-                ranks=e.ranks,
-                regions=e.regions,
-                priority=e.priority,
-                overlap=e.overlap,
-                expected=e.expected,
-                ran=e.ran,
-            )
-            client.job.advance(now)
+            request = self._new_lease(client, e.phase, now)
+            request.ranks, request.regions = e.ranks, e.regions
+            request.priority, request.overlap = e.priority, e.overlap
+            request.expected, request.ran = e.expected, e.ran
             client.job.waiting += 1
         request.openers[client.id] = e.seq
         self.table.enqueue(request, group)
         if group.joint:
             self._prepare(request, out)
+
+    def _new_lease(self, client: Client, phase: str, now: float) -> Lease:
+        """A lease that has just arrived; who makes it counts it in its job."""
+        self._arrivals += 1
+        client.job.advance(now)
+        return Lease(order=self._arrivals, group=client.group.key, phase=phase, arrived=now)
 
     def _prepare(self, request: Lease, out: list[Action]) -> None:
         """Tell the other members, so that their regions come in meanwhile."""
@@ -429,7 +415,7 @@ class Scheduler:
         lease = self.table.leases.get(client.group.key)
         if lease and lease.openers.get(client.id) == seq and lease.state is State.UNDOING:
             del lease.openers[client.id]
-        elif lease and lease.openers.get(client.id) == seq and (lease.running or lease.state is State.GRANTED):
+        elif lease and lease.openers.get(client.id) == seq and lease.current:
             if len(lease.openers) > 1:
                 self._step_back(lease, client, out)
                 return
@@ -529,7 +515,7 @@ class Scheduler:
         lease = self.table.leases.get(client.group.key)
         if lease is None or lease.generation != e.generation or not lease.occupies or client.id not in lease.members:
             return
-        if lease.running or lease.state is State.GRANTED:
+        if lease.current:
             if client.id not in lease.openers:
                 return  # of a request that it had taken back
             if len(lease.openers) > 1:

@@ -17,9 +17,9 @@ VERSION = 3
 MAX_FDS = 64
 MAX_MESSAGE = 1 << 20
 
-# flags of hello, acquire and ready
+# flags of hello, and of acquire
 PASSES_PAGES, OBSERVER, RECONNECT, CONTROLLER, OPENER, JOINT = 1, 2, 4, 8, 16, 32
-OVERLAP, RESUMES = 1, 2
+OVERLAP = 1
 
 # Codes of error and deny messages, by the exception that the client raises.
 ERROR_CODES = {

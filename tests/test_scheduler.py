@@ -580,7 +580,7 @@ def test_a_lent_device_goes_to_a_phase_that_is_over_in_time():
     assert [a.client for a in grants] == [3], "two seconds fit into five, sixty do not"
     g3 = grants[0].generation
     s.handle(Ready(client=3, generation=g3), 1)
-    s.handle(acquire(1, 2, seq=2, resumes=True), 6)
+    s.handle(acquire(1, 2, seq=2), 6)
     grants = of(Grant, s.handle(Release(client=3, generation=g3), 6.5))
     assert [a.client for a in grants] == [1], "the lender comes before who has waited for longer"
 
@@ -595,7 +595,7 @@ def test_a_loan_lapses_when_its_lender_is_late():
     assert s.next_deadline(1) is not None
     assert of(Grant, s.handle(Tick(), 5)) == []
     assert [a.client for a in of(Grant, s.handle(Tick(), 7))] == [2]
-    assert of(Grant, s.handle(acquire(1, 2, seq=2, resumes=True), 8)) == [], "in its turn, like others"
+    assert of(Grant, s.handle(acquire(1, 2, seq=2), 8)) == [], "in its turn, like others"
 
 
 def test_who_has_waited_beyond_the_bound_is_not_kept_from_a_lent_device():
