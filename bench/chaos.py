@@ -29,7 +29,7 @@ def main() -> None:
         node = Node(
             Path(home),
             "40M",
-            {"PYMUX_HOST_BUDGET": "192M", "PYMUX_SPILL_DIR": spill, "PYMUX_BROKER_CONFIG": home + "/broker.toml"},
+            {"PYMUX_HOST_BUDGET": "96M", "PYMUX_SPILL_DIR": spill, "PYMUX_BROKER_CONFIG": home + "/broker.toml"},
         )
         chaos = Chaos(node, args.seed, args.jobs)
         out = chaos.run(handoffs=args.handoffs, every=args.every)

@@ -1,7 +1,8 @@
 """The node's budget of pinned host memory: who may have how much. Pure.
 
 Invariants: grants add up to the budget at most, unless clients of a broker that died brought more; a
-grant never shrinks but by its client's own word; an urgent request is always answered.
+grant never shrinks but by its client's own word; an urgent request is always answered; where the budget has
+room for it, everybody gets a first chunk, whatever others have asked for before.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from pymux.events import HostGrant
+
+HOST_CHUNK = 16  # pages that a client's store of swapped-out pages grows by: csrc/backing.h, kSlotsPerChunk
 
 
 @dataclass(slots=True)
@@ -21,6 +24,7 @@ class HostAccount:
     urgent: bool = False  # a swap-out waits for the answer
     job: str = ""
     limit: int = 0  # of all the job's clients; 0: none
+    first: int = 0  # the least that is of use: without it the client cannot give a page up
 
 
 class HostBudget:
@@ -39,9 +43,16 @@ class HostBudget:
         """Bytes that nobody was granted; negative after a smaller budget took over."""
         return self.budget - sum(a.granted for a in self.accounts.values())
 
-    def open(self, client: int, pinned: int, job: tuple[str, int] = ("", 0)) -> None:
-        """Count a client in, with what it has pinned, its job, and the bytes that its job may have (0: any)."""
-        self.accounts[client] = HostAccount(granted=pinned, want=pinned, job=job[0], limit=job[1])
+    def open(self, client: int, pinned: int, job: tuple[str, int] = ("", 0), first: int = 0) -> None:
+        """Count a client in.
+
+        Args:
+            client: its id.
+            pinned: bytes that it has pinned.
+            job: its job, and the bytes that all clients of the job may have (0: any).
+            first: bytes to keep for it until it asks.
+        """
+        self.accounts[client] = HostAccount(granted=pinned, want=pinned, job=job[0], limit=job[1], first=first)
 
     def close(self, client: int) -> None:
         """Count a client out; what it had is free."""
@@ -53,10 +64,17 @@ class HostBudget:
         account.want, account.urgent = want, urgent
         account.granted = min(account.granted, want)
 
-    def _room(self, account: HostAccount) -> int:
-        if not account.limit:
-            return self.free
-        return min(self.free, account.limit - sum(a.granted for a in self.accounts.values() if a.job == account.job))
+    def _give(self, account: HostAccount) -> int:
+        """Bytes of what the account wants and lacks that it can have."""
+        room = self.free
+        firsts = sum(a.first for a in self.accounts.values())
+        if firsts <= self.budget:
+            room -= sum(max(0, a.first - a.granted) for a in self.accounts.values() if a is not account)
+            if firsts + account.first <= self.budget:  # who comes next finds some, if all here have theirs
+                room = max(room - account.first, min(room, account.first - account.granted))
+        if account.limit:
+            room = min(room, account.limit - sum(a.granted for a in self.accounts.values() if a.job == account.job))
+        return max(0, min(account.want - account.granted, room))
 
     def plan(self, sharing: Container[int]) -> list[HostGrant]:
         """Grant what there is.
@@ -71,7 +89,7 @@ class HostBudget:
             lacking = account.want - account.granted
             if lacking <= 0 and not account.urgent:
                 continue
-            give = max(0, min(lacking, self._room(account))) if account.urgent or client in sharing else 0
+            give = self._give(account) if account.urgent or client in sharing else 0
             if give or account.urgent:
                 account.granted += give
                 account.urgent = False

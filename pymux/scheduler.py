@@ -45,7 +45,7 @@ from pymux.events import (
     Unresponsive,
     Want,
 )
-from pymux.hostbudget import HostBudget
+from pymux.hostbudget import HOST_CHUNK, HostBudget
 from pymux.jobs import Limits
 from pymux.lease import Cause, Lease, State
 from pymux.members import Client, Group, Members
@@ -252,7 +252,8 @@ class Scheduler:
         group = client.group
         if e.device:
             self.banks[e.device].open(e.client, e.held, e.counts)
-            self.host.open(e.client, e.host_pinned, self.members.host_key(client))
+            first = HOST_CHUNK * e.page_size
+            self.host.open(e.client, e.host_pinned, self.members.host_key(client), first)
             self._host_touched = True
             self.table.touched.add(e.device)
         for request in self.table.requests_of(group.key):

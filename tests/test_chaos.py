@@ -15,7 +15,7 @@ def test_killing_and_stopping_at_random_harms_nobody_else(node_factory, tmp_path
     # 20 pages; each job has 11. Of 33 pages 13 are always away.
     node = node_factory(
         "40M",
-        PYMUX_HOST_BUDGET="192M",
+        PYMUX_HOST_BUDGET="96M",
         PYMUX_SPILL_DIR=str(tmp_path),
         PYMUX_BROKER_CONFIG=str(tmp_path / "broker.toml"),
     )

@@ -91,6 +91,12 @@ def test_every_source_file_is_described_in_the_design():
             assert f"`{path.relative_to(ROOT / 'csrc').with_suffix('')}`" in text, path
 
 
+def test_the_broker_knows_how_the_store_of_swapped_out_pages_grows():
+    from pymux.hostbudget import HOST_CHUNK
+
+    assert f"kSlotsPerChunk = {HOST_CHUNK};" in (ROOT / "csrc" / "backing.h").read_text()
+
+
 def test_environment_variables_are_listed_in_the_readme():
     text = (ROOT / "README.md").read_text()
     sources = [*PACKAGE.rglob("*.py"), *(ROOT / "csrc" / "sim").glob("*.cpp")]

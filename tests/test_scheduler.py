@@ -227,6 +227,24 @@ def test_the_host_budget_is_not_exceeded_and_an_urgent_request_is_always_answere
     assert s.host.free == 0
 
 
+def test_a_first_chunk_of_host_memory_is_kept_for_everybody_and_for_who_comes_next():
+    chunk = 16 << 20
+    s = scheduler(host_budget=5 * chunk)
+    s.handle(joined(1), 0)
+    s.handle(joined(2), 0)
+    assert of(HostGrant, s.handle(host(1, 9 * chunk), 0)) == [HostGrant(client=1, granted=3 * chunk, exhausted=True)]
+    s.handle(joined(3), 1)
+    for client in (2, 3):
+        wanted = s.handle(host(client, 2 * chunk, urgent=True), 1)
+        assert of(HostGrant, wanted) == [HostGrant(client=client, granted=chunk, exhausted=True)]
+    assert s.host.free == 0
+    s.handle(joined(4), 2)
+    s.handle(Left(client=2), 3)
+    assert of(HostGrant, s.handle(host(3, 2 * chunk, urgent=True), 3)) == [
+        HostGrant(client=3, granted=chunk, exhausted=True)
+    ], "it is for the fourth"
+
+
 def test_what_a_client_gives_back_or_leaves_is_granted_to_others():
     s = scheduler(host_budget=100)
     for c in (1, 2, 3):
