@@ -105,10 +105,10 @@ void Agent::on_grant(const wire::Grant& m) {
     if (phase_ != Phase::waiting) return;
     (remote_ ? granted_ : attached_) = true;  // with a request of our own under way, the broker joins the two
   } else if (phase_ != Phase::waiting || remote_ || m.seq != acquire_seq_) {  // cancelled meanwhile
-    auto r = wire::make<wire::Release>(wire::kRelease);
-    r.generation = m.generation;
-    r.counts = counts_locked();
-    send(r);
+    // By its number: under the same generation a newer request of ours may have been granted.
+    auto c = wire::make<wire::Cancel>(wire::kCancel);
+    c.seq = m.seq;
+    send(c);
     return;
   } else {
     granted_ = true;

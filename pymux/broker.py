@@ -457,7 +457,7 @@ class Broker:
             case "cancel":
                 event = Cancel(client=peer.id, seq=m["seq"])
             case "pages":
-                if len(fds) > m["count"]:
+                if len(fds) > m["count"] or (fds and not peer.device):
                     raise ProtocolError(f"{len(fds)} descriptors for {m['count']} pages")
                 self._devices[peer.device].fds += fds
                 fds.clear()

@@ -153,6 +153,8 @@ class Scheduler:
         return self._advance(out, now)
 
     def _client_event(self, client: Client, event: Event, now: float, out: list[Action]) -> None:
+        if not client.device and isinstance(event, Returned | Want | HostWant):
+            raise ProtocolError(f"client '{client.name}' has no device, and spoke of its memory")
         match event:
             case Acquire():
                 self._acquire(client, event, now, out)
@@ -336,10 +338,9 @@ class Scheduler:
                 return
             self._move(held, Cause.LAPSE, now)
             held = None
-        if held and held.state is State.GRANTED and not group.joint:
-            held.released.add(client.id)  # it does not know of that grant yet, and will send it back
-            self._end(held, Cause.RELEASE, now, out)
-            held = None
+        if held and held.state is State.GRANTED and client.id in held.openers:
+            self._cancel(client, held.openers[client.id], now, out)  # it does not know of that grant yet
+            held = self.table.leases.get(group.key)
         if held and client.id in held.openers and held.current:
             raise ProtocolError(f"client '{client.name}' asked for a lease that its group has already")
         for other in self.table.requests_of(group.key):
@@ -602,9 +603,7 @@ class Scheduler:
         again = self._move(lease, Cause.DRAINED, now) is State.WAITING
         if not again or group is None:
             return
-        if group.lost:
-            self._deny_openers(lease, "MemberLost", group.lost, now, out)
-        elif lease.attempts >= ATTEMPTS:
+        if lease.attempts >= ATTEMPTS and not group.lost:
             self._deny_openers(lease, lease.error, lease.failure, now, out)
         else:
             lease.until = now + RETRY_SECONDS
@@ -615,6 +614,9 @@ class Scheduler:
         lease.prepared = set()
         if not lease.openers:
             self._withdraw(lease, now, out)
+            return
+        if group.lost:
+            self._deny_openers(lease, "MemberLost", group.lost, now, out)
             return
         self.table.enqueue(lease, group)
         if group.joint:

@@ -98,7 +98,7 @@ class World:
         self.clients: list[Client] = []
         for i, (job, device, need) in enumerate(setup.clients, 1):
             joint = job in setup.joint
-            peers = [k for k, (j, d, _) in enumerate(setup.clients, 1) if j == job and d]
+            peers = [k for k, (j, d, _) in enumerate(setup.clients, 1) if j == job and d] if joint else [i]
             client = Client(
                 id=i, job=job, device=device, need=need if device else 0, joint=joint,
                 world=len(peers) if device else 0, rank=peers.index(i) if device else 0,
@@ -147,7 +147,7 @@ class World:
                     else:
                         c.attached = True
                 elif c.state != "waiting" or c.remote or seq != c.acquire_seq:
-                    self.send(ev.Release(client=c.id, generation=g, counts=self.counts(c)))
+                    self.send(ev.Cancel(client=c.id, seq=seq))
                     return
                 else:
                     c.granted, c.attached = True, False
@@ -389,16 +389,19 @@ class World:
         self.send(ev.Failed(client=c.id, generation=old, text="late"))
         self.send(ev.Cancel(client=c.id, seq=c.acquire_seq - 1))
         self.send(ev.Ran(client=c.id, phase="p", count=1, seconds=1.0))
-        self.send(ev.Returned(client=c.id, count=0, want=c.need if c.state == "waiting" else 0, counts=self.counts(c)))
+        if c.device:
+            want = c.need if c.state == "waiting" else 0
+            self.send(ev.Returned(client=c.id, count=0, want=want, counts=self.counts(c)))
         if c.state in {"waiting", "active"} and not c.remote and not c.fenced and c.opened:
             try:
                 self.ask(replace(c, inbox=[]))
             except ProtocolError:
                 return
             c.seq += 1
-            if c.state == "waiting":
+            if c.state == "waiting":  # what it was granted before it asked again is not its any more
                 c.acquire_seq = c.seq
-            else:
+                c.granted = c.attached = c.acknowledged = False
+            elif not self.is_fenced(c):
                 raise Violation("a running client's request was taken")
 
     # ---- promises --------------------------------------------------------------------------------
