@@ -192,6 +192,7 @@ void Agent::activate_locked() {
   entered_at_ = now_seconds();
   back_at_ = 0;
   stamp_ += 1;
+  entries_ += 1;
   for (auto* list : {&uses_, &lazy_})
     for (auto& r : *list) r->last_used = stamp_;
   for (auto& r : writes_)
@@ -206,7 +207,27 @@ std::uint64_t Agent::expected_takes_locked() const {
   return most > taken_ ? most - taken_ : 0;
 }
 
+void Agent::enter_implicitly() {
+  std::lock_guard one(implicit_mutex_);
+  if (active()) return;
+  PhaseRequest request;
+  request.name = "implicit";
+  {
+    std::lock_guard lock(mutex_);
+    request.uses = regions_;
+    for (auto& r : regions_)
+      if (!r->frozen) request.writes.push_back(r);
+  }
+  acquire(request, false, [] { return false; });
+  implicit_ = true;
+}
+
+void Agent::end_implicit() {
+  if (implicit_.exchange(false)) leave(Leave::end, 0);
+}
+
 void Agent::acquire(const PhaseRequest& request, bool resumes, const std::function<bool()>& interrupted) {
+  end_implicit();
   const std::string& phase = request.name;
   std::unique_lock lock(mutex_);
   check_usable_locked();
@@ -416,6 +437,7 @@ void Agent::done_with(const std::shared_ptr<Region>& region) {
   device_->synchronize();
   if (compare) run_on_agent([&] { take_fingerprints(region.get()); });
   std::lock_guard lock(mutex_);
+  entries_ += 1;
   for (auto* list : {&uses_, &lazy_, &writes_}) std::erase(*list, region);
   post([this, region] {
     std::erase_if(fill_, [&](const PageRef& p) { return p.region == region.get(); });
@@ -441,6 +463,7 @@ void Agent::set_live(const std::shared_ptr<Region>& region, std::optional<std::v
 }
 
 std::size_t Agent::evict(const std::shared_ptr<Region>& region) {
+  end_implicit();
   std::uint64_t before = 0, after = 0;
   run_on_agent([&] {
     {
@@ -476,7 +499,7 @@ void Agent::wait_for(std::unique_lock<std::mutex>& lock, const std::shared_ptr<E
   throw Error("LeaseError", "the wait for region '" + e.region->name + "' was given up.");
 }
 
-CUdeviceptr Agent::allocate(const std::shared_ptr<Region>& region, std::size_t bytes) {
+CUdeviceptr Agent::allocate(const std::shared_ptr<Region>& region, std::size_t bytes, std::uint32_t tag) {
   auto ensure = std::make_shared<Ensure>();
   Ensure& e = *ensure;
   e.region = region;
@@ -486,7 +509,7 @@ CUdeviceptr Agent::allocate(const std::shared_ptr<Region>& region, std::size_t b
     throw Error("LeaseError", "allocating in region '" + region->name +
                                   "' is device work and needs a phase: put it in "
                                   "'with mux.phase(...)', or in 'with mux.region(...)', which takes a lease.");
-  const std::int64_t offset = region->allocate(bytes);
+  const std::int64_t offset = region->allocate(bytes, tag);
   if (offset < 0) {
     Error err("CapacityError", "region '" + region->name + "' has no addresses left for " + std::to_string(bytes) +
                                    " bytes, and the device has " + std::to_string(device_->total()) + " in all.");
@@ -502,7 +525,7 @@ CUdeviceptr Agent::allocate(const std::shared_ptr<Region>& region, std::size_t b
   try {
     wait_for(lock, ensure);
   } catch (...) {
-    region->free(start);
+    region->free(start, tag);
     throw;
   }
   for (std::size_t i = e.first; i < e.first + e.count; ++i) region->pages[i].mark_written();

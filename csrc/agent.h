@@ -113,9 +113,14 @@ class Agent {
   // The regions that a phase opened by another member uses, without the lazy ones; nothing: there is none.
   std::optional<std::vector<std::string>> remote_uses();
   bool active() const { return active_flag_.load(std::memory_order_relaxed); }
+  // A number that changes whenever what is resident for the open phase may have; 0: no phase is open.
+  std::uint64_t stamp() const { return active() ? entries_.load(std::memory_order_relaxed) : 0; }
+  // Opens a phase of its own accord, if none is open; it lasts until the next one begins, or evict().
+  void enter_implicitly();
 
   // A block of the region, resident; needs an active lease. Throws DeviceOutOfMemory, ...
-  CUdeviceptr allocate(const std::shared_ptr<Region>& region, std::size_t bytes);
+  // Tags: see Arena.
+  CUdeviceptr allocate(const std::shared_ptr<Region>& region, std::size_t bytes, std::uint32_t tag = 0);
   // See Region::set_live().
   void set_live(const std::shared_ptr<Region>& region, std::optional<std::vector<Range>> ranges);
   // Contents of [ptr, ptr + bytes) from wherever they are, without a lease.
@@ -151,6 +156,7 @@ class Agent {
   std::uint64_t expected_takes_locked() const;
   void release_locked();
   void count_run_locked(Leave why);
+  void end_implicit();
   bool alone() const { return !options_.joint; }
   bool follows_at_once_locked() const;
   bool may_extend_locked() const;
@@ -312,6 +318,9 @@ class Agent {
   Fd wake_, caller_wake_;
   std::atomic<bool> at_socket_{false};  // a caller polls, and does not wait for changed_
   std::atomic<bool> recalled_flag_{false}, pressed_flag_{false}, active_flag_{false};
+  std::atomic<std::uint64_t> entries_{0};  // of phases, and calls of done_with()
+  std::mutex implicit_mutex_;              // one thread opens an implicit phase; taken before mutex_
+  std::atomic<bool> implicit_{false};      // the open phase is one
   std::thread thread_;
 };
 

@@ -1,13 +1,15 @@
 // Hands out blocks of an address range. Best fit, coalescing, 256-byte aligned.
-// What it is not: it touches no memory and knows no pages.
+// What it is not: it touches no memory and knows no pages, and what a tag means (see stream_cache).
 //
-// Invariants: live and free blocks tile the range; no two free blocks touch.
+// Invariants: live and free blocks tile the range; a free block has a tag, 0 for everybody; no two free
+// blocks of a tag touch.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <set>
+#include <tuple>
 
 namespace pymux {
 
@@ -16,20 +18,28 @@ class Arena {
   static constexpr std::size_t kAlign = 256;
   explicit Arena(std::size_t size);
 
-  // The offset of a block of at least `bytes` (rounded up), or -1 when no free block fits.
-  std::int64_t allocate(std::size_t bytes);
+  // The offset of a block of at least `bytes` (rounded up), or -1 when no free block of the tag, or else
+  // of everybody's, fits.
+  std::int64_t allocate(std::size_t bytes, std::uint32_t tag = 0);
   // False when no live block starts there.
-  bool free(std::size_t offset);
+  bool free(std::size_t offset, std::uint32_t tag = 0);
+  // Gives the free blocks of a tag to another.
+  void retag(std::uint32_t from, std::uint32_t to);
   bool any_live(std::size_t offset, std::size_t bytes) const;
   std::size_t live_bytes() const { return live_bytes_; }
   std::size_t blocks() const { return live_.size(); }
   std::size_t extent() const;  // end of the highest live block
 
  private:
-  void add_free(std::size_t offset, std::size_t size);
-  void drop_free(std::map<std::size_t, std::size_t>::iterator it);
-  std::map<std::size_t, std::size_t> live_, free_;              // offset -> size
-  std::set<std::pair<std::size_t, std::size_t>> free_by_size_;  // (size, offset)
+  struct Free {
+    std::size_t size = 0;
+    std::uint32_t tag = 0;
+  };
+  void add_free(std::size_t offset, Free block);  // joins it with its neighbours
+  void drop_free(std::map<std::size_t, Free>::iterator it);
+  std::map<std::size_t, std::size_t> live_;  // offset -> size
+  std::map<std::size_t, Free> free_;
+  std::set<std::tuple<std::uint32_t, std::size_t, std::size_t>> free_by_size_;  // (tag, size, offset)
   std::size_t live_bytes_ = 0;
 };
 

@@ -339,5 +339,24 @@ PYBIND11_MODULE(_core, m) {
   m.def("torch_enter", &torch_allocator::enter, py::arg("agent"), py::arg("region"),
         "This thread's torch allocations come from the region until torch_leave().");
   m.def("torch_leave", &torch_allocator::leave);
+  m.def("torch_install", &torch_allocator::install, py::arg("agent"), py::arg("region"),
+        "Torch's allocations on the agent's device come from the region, outside of torch_enter().");
+  m.def("torch_empty_cache", &torch_allocator::empty_cache, Released(),
+        "Wait for the device and give up what freed blocks are cached.");
+  m.def(
+      "torch_stats",
+      [](const std::shared_ptr<Region>& region) {
+        const StreamCache::Stats s = torch_allocator::stats(region);
+        py::dict d;
+        d["allocated_bytes"] = s.allocated;
+        d["peak_allocated_bytes"] = s.peak_allocated;
+        d["cached_bytes"] = s.cached;
+        d["pending_bytes"] = s.pending;
+        d["allocations"] = s.allocations;
+        d["hits"] = s.hits;
+        return d;
+      },
+      py::arg("region"), "Of the allocations that torch_install() serves from the region.");
+  m.def("torch_reset_peak", &torch_allocator::reset_peak, py::arg("region"));
   m.def("torch_last_error", &torch_allocator::last_error);
 }

@@ -7,11 +7,16 @@
 #include <exception>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 namespace pymux {
 
 struct Error : std::runtime_error {
   Error(const char* python_type, const std::string& what) : std::runtime_error(what), type(python_type) {}
+  // The device, or what this process may have of it, is full.
+  bool no_memory() const {
+    return std::string_view(type) == "DeviceOutOfMemory" || std::string_view(type) == "CapacityError";
+  }
   const char* type;         // a name in pymux/errors.py
   std::uint64_t need = 0;   // bytes, where figures belong to the error
   std::uint64_t limit = 0;  // bytes

@@ -46,9 +46,9 @@ Region::Region(std::string name_, OnEvict on_evict_, bool fingerprint_, bool fro
 
 Region::~Region() { fault::forget(addresses.base()); }
 
-std::int64_t Region::allocate(std::size_t bytes) {
+std::int64_t Region::allocate(std::size_t bytes, std::uint32_t tag) {
   std::lock_guard lock(mutex_);
-  const std::int64_t offset = arena_.allocate(bytes);
+  const std::int64_t offset = arena_.allocate(bytes, tag);
   if (offset >= 0 && live_) {
     live_->push_back({static_cast<std::size_t>(offset), bytes});
     normalize(*live_, 0);
@@ -56,9 +56,14 @@ std::int64_t Region::allocate(std::size_t bytes) {
   return offset;
 }
 
-bool Region::free(std::size_t offset) {
+bool Region::free(std::size_t offset, std::uint32_t tag) {
   std::lock_guard lock(mutex_);
-  return arena_.free(offset);
+  return arena_.free(offset, tag);
+}
+
+void Region::retag(std::uint32_t from, std::uint32_t to) {
+  std::lock_guard lock(mutex_);
+  arena_.retag(from, to);
 }
 
 bool Region::allocated(std::size_t page) const {

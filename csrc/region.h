@@ -88,8 +88,9 @@ class Region {
   CUdeviceptr at(std::size_t page) const { return addresses.base() + page * page_size; }
   bool contains(CUdeviceptr p) const { return p - addresses.base() < addresses.size(); }
 
-  std::int64_t allocate(std::size_t bytes);
-  bool free(std::size_t offset);
+  std::int64_t allocate(std::size_t bytes, std::uint32_t tag = 0);  // tags: see Arena
+  bool free(std::size_t offset, std::uint32_t tag = 0);
+  void retag(std::uint32_t from, std::uint32_t to);
   bool allocated(std::size_t page) const;             // has the page any allocated block
   bool live(std::size_t page) const;                  // and any of it contents that must survive
   std::vector<Range> pieces(std::size_t page) const;  // of the page that must survive

@@ -2,6 +2,8 @@
 
 #include <map>
 #include <mutex>
+#include <stdexcept>
+#include <vector>
 
 #include "error.h"
 
@@ -15,10 +17,64 @@ struct Entered {
 thread_local std::vector<Entered> entered;
 thread_local std::string why;
 
-std::mutex regions_mutex;  // guards regions
-std::map<CUdeviceptr, std::weak_ptr<Region>>& regions() {
-  static auto* m = new std::map<CUdeviceptr, std::weak_ptr<Region>>();  // outlives every tensor
+// A region, and its cache once torch's allocator has been replaced: then both live as long as the process,
+// for tensors may outlive a Mux.
+struct Known {
+  std::weak_ptr<Region> region;
+  std::shared_ptr<StreamCache> cache;
+};
+struct Installed {
+  std::weak_ptr<Agent> agent;
+  std::shared_ptr<Region> region;
+  std::shared_ptr<StreamCache> cache;
+};
+std::mutex regions_mutex;  // guards the two below
+std::map<CUdeviceptr, Known>& regions() {
+  static auto* m = new std::map<CUdeviceptr, Known>();  // outlives every tensor
   return *m;
+}
+std::map<int, Installed>& installed() {  // by device
+  static auto* m = new std::map<int, Installed>();
+  return *m;
+}
+
+// The region of an address and its cache, if it has one.
+std::pair<std::shared_ptr<Region>, std::shared_ptr<StreamCache>> look_up(CUdeviceptr at) {
+  std::lock_guard lock(regions_mutex);
+  auto it = regions().upper_bound(at);
+  if (it == regions().begin()) return {};
+  const Known& known = std::prev(it)->second;
+  auto r = known.region.lock();
+  if (!r || !r->contains(at)) return {};
+  return {r, known.cache};
+}
+
+std::shared_ptr<StreamCache> cache_of(const std::shared_ptr<Agent>& agent, const std::shared_ptr<Region>& region) {
+  std::lock_guard lock(regions_mutex);
+  Known& known = regions()[region->addresses.base()];
+  known.region = region;
+  if (!known.cache) known.cache = std::make_shared<StreamCache>(agent, region, true);
+  return known.cache;
+}
+
+std::vector<std::shared_ptr<StreamCache>> caches() {
+  std::lock_guard lock(regions_mutex);
+  std::vector<std::shared_ptr<StreamCache>> out;
+  for (auto& [at, known] : regions())
+    if (known.cache) out.push_back(known.cache);
+  return out;
+}
+
+// The cache that serves this thread's allocations on a device.
+std::shared_ptr<StreamCache> serving(int device) {
+  if (!entered.empty() && entered.back().agent->device().ordinal() == device)
+    return cache_of(entered.back().agent, entered.back().region);
+  std::lock_guard lock(regions_mutex);
+  auto it = installed().find(device);
+  if (it == installed().end())
+    throw std::runtime_error("pymux: no region of device " + std::to_string(device) +
+                             " was installed as torch's allocator; connect() to that device and install() there too.");
+  return it->second.cache;
 }
 
 }  // namespace
@@ -34,19 +90,32 @@ void leave() {
 
 std::string last_error() { return why; }
 
-void add(const std::shared_ptr<Region>& region) {
+void install(const std::shared_ptr<Agent>& agent, const std::shared_ptr<Region>& region) {
+  auto cache = cache_of(agent, region);
   std::lock_guard lock(regions_mutex);
-  std::erase_if(regions(), [](const auto& entry) { return entry.second.expired(); });
-  regions()[region->addresses.base()] = region;
+  installed()[agent->device().ordinal()] = {agent, region, cache};
 }
 
-std::shared_ptr<Region> find(CUdeviceptr at) {
-  std::lock_guard lock(regions_mutex);
-  auto it = regions().upper_bound(at);
-  if (it == regions().begin()) return nullptr;
-  auto r = std::prev(it)->second.lock();
-  return r && r->contains(at) ? r : nullptr;
+void empty_cache() {
+  for (auto& c : caches()) c->empty();
 }
+
+StreamCache::Stats stats(const std::shared_ptr<Region>& region) {
+  const auto cache = look_up(region->addresses.base()).second;
+  return cache ? cache->stats() : StreamCache::Stats{};
+}
+
+void reset_peak(const std::shared_ptr<Region>& region) {
+  if (const auto cache = look_up(region->addresses.base()).second) cache->reset_peak();
+}
+
+void add(const std::shared_ptr<Region>& region) {
+  std::lock_guard lock(regions_mutex);
+  std::erase_if(regions(), [](const auto& entry) { return entry.second.region.expired(); });
+  regions()[region->addresses.base()] = {region, nullptr};
+}
+
+std::shared_ptr<Region> find(CUdeviceptr at) { return look_up(at).first; }
 
 }  // namespace pymux::torch_allocator
 
@@ -69,5 +138,43 @@ void* pymux_torch_malloc(ssize_t size, int device, CUstream) {
 
 void pymux_torch_free(void* ptr, ssize_t, int, CUstream) {
   const auto at = reinterpret_cast<CUdeviceptr>(ptr);
-  if (auto r = torch_allocator::find(at)) r->free(at - r->addresses.base());
+  const auto [region, cache] = torch_allocator::look_up(at);
+  if (region && !(cache && cache->free(at))) region->free(at - region->addresses.base());
 }
+
+void* pymux_torch_allocate(ssize_t size, int device, CUstream stream) {
+  using namespace torch_allocator;
+  if (size <= 0) return nullptr;
+  try {
+    return reinterpret_cast<void*>(serving(device)->allocate(static_cast<std::size_t>(size), stream));
+  } catch (const Error& e) {
+    why = e.what();
+    throw std::runtime_error((e.no_memory() ? "CUDA out of memory. pymux: " : "pymux: ") + why);
+  }
+}
+
+void pymux_torch_record_stream(void* ptr, CUstream stream) {
+  const auto at = reinterpret_cast<CUdeviceptr>(ptr);
+  if (auto cache = torch_allocator::look_up(at).second) cache->record_stream(at, stream);
+}
+
+void pymux_torch_begin_pool(int, StreamCache::PoolId id, StreamCache::Filter filter) {
+  for (auto& c : torch_allocator::caches()) c->begin_pool(id, filter);
+}
+
+void pymux_torch_end_pool(int, StreamCache::PoolId id) {
+  for (auto& c : torch_allocator::caches()) c->end_pool(id);
+}
+
+void pymux_torch_release_pool(int, StreamCache::PoolId id) {
+  for (auto& c : torch_allocator::caches()) c->release_pool(id);
+}
+
+void* pymux_torch_base(void* ptr, std::size_t* size) {
+  const auto at = reinterpret_cast<CUdeviceptr>(ptr);
+  const auto region = torch_allocator::find(at);
+  if (size) *size = region ? region->addresses.base() + region->addresses.size() - at : 0;
+  return region ? reinterpret_cast<void*>(region->addresses.base()) : ptr;
+}
+
+void pymux_torch_empty_cache() { torch_allocator::empty_cache(); }

@@ -219,7 +219,7 @@ Event::~Event() {
   if (event_) give_back([x = event_] { return cu().cuEventDestroy(x); });
 }
 
-void Event::record(const Stream& stream) { check(cu().cuEventRecord(event_, stream.get()), "cuEventRecord"); }
+void Event::record(CUstream stream) { check(cu().cuEventRecord(event_, stream), "cuEventRecord"); }
 
 bool Event::done() const { return cu().cuEventQuery(event_) != CUDA_ERROR_NOT_READY; }
 

@@ -158,8 +158,9 @@ class Event {
     return *this;
   }
   ~Event();
-  void record(const Stream& stream);
-  bool done() const;  // also when asking fails: synchronize() then says why
+  void record(const Stream& stream) { record(stream.get()); }
+  void record(CUstream stream);  // of others, such as torch's
+  bool done() const;             // also when asking fails: synchronize() then says why
   void synchronize() const;
   explicit operator bool() const { return event_ != nullptr; }
 

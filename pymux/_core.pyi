@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['Agent', 'Block', 'Device', 'PhaseRequest', 'Region', 'SwapSpan', 'device_count', 'driver_version', 'load_driver', 'measure_link', 'torch_enter', 'torch_last_error', 'torch_leave', 'wire_layout']
+__all__: list[str] = ['Agent', 'Block', 'Device', 'PhaseRequest', 'Region', 'SwapSpan', 'device_count', 'driver_version', 'load_driver', 'measure_link', 'torch_empty_cache', 'torch_enter', 'torch_install', 'torch_last_error', 'torch_leave', 'torch_reset_peak', 'torch_stats', 'wire_layout']
 class Device:
     """
     Facts about a device. Holds its primary context while alive.
@@ -187,14 +187,28 @@ def measure_link(ordinal: typing.SupportsInt | typing.SupportsIndex) -> tuple[fl
     """
     Copy rates to the host, to the device and both at once, in bytes per second, and whether both at once gain.
     """
+def torch_empty_cache() -> None:
+    """
+    Wait for the device and give up what freed blocks are cached.
+    """
 def torch_enter(agent: Agent, region: Region) -> None:
     """
     This thread's torch allocations come from the region until torch_leave().
+    """
+def torch_install(agent: Agent, region: Region) -> None:
+    """
+    Torch's allocations on the agent's device come from the region, outside of torch_enter().
     """
 def torch_last_error() -> str:
     ...
 def torch_leave() -> None:
     ...
+def torch_reset_peak(region: Region) -> None:
+    ...
+def torch_stats(region: Region) -> dict[str, int]:
+    """
+    Of the allocations that torch_install() serves from the region.
+    """
 def wire_layout() -> list[tuple[str, int, int]]:
     """
     (name, type, bytes) of every message, to compare with pymux.wire.

@@ -63,6 +63,7 @@ class Settings:
         broker_config: ``PYMUX_BROKER_CONFIG``: TOML file with the policy and what jobs may have, for the broker;
             None: as it is built in.
         pass_pages: ``PYMUX_PASS_PAGES``: hand physical pages over instead of freeing and creating.
+        job: ``PYMUX_JOB``: name of the job, where the code does not say one; None: the script's name.
         check: ``PYMUX_CHECK``: raise RegionNotResident before a tensor is touched without a lease.
         expandable_segments: whether torch's settings ask for them, which regions cannot hold.
     """
@@ -75,6 +76,7 @@ class Settings:
     spill_dir: Path | None
     broker_config: Path | None
     pass_pages: bool
+    job: str | None
     check: bool
     expandable_segments: bool
 
@@ -106,6 +108,7 @@ def load() -> Settings:
         spill_dir=Path(spill) if (spill := os.environ.get("PYMUX_SPILL_DIR")) else None,
         broker_config=Path(rules) if (rules := os.environ.get("PYMUX_BROKER_CONFIG")) else None,
         pass_pages=_flag("PYMUX_PASS_PAGES", default=True),
+        job=os.environ.get("PYMUX_JOB") or None,
         check=_flag("PYMUX_CHECK", default=False),
         expandable_segments=any(
             "expandable_segments:true" in os.environ.get(name, "").lower()

@@ -16,6 +16,7 @@ def make():
         )
         text = (Path(directory) / "pymux" / "_core.pyi").read_text()
     text = text.replace("def stats(self) -> dict:", "def stats(self) -> dict[str, typing.Any]:")
+    text = text.replace("(region: Region) -> dict:", "(region: Region) -> dict[str, int]:")
     # pybind11's buffer protocol, which the generator does not see.
     return text.replace(
         '    A live block of a region\'s memory.\n    """\n',

@@ -42,6 +42,7 @@ class Integration:
 
     Attributes:
         device: the torch device of its tensors.
+        replaced: whether pymux has replaced torch's allocator; then regions need no memory pools.
 
     Raises:
         DriverError: torch cannot use the Mux's device.
@@ -51,6 +52,7 @@ class Integration:
         self._mux = mux
         self._pools: dict[str, Any] = {}
         self._allocator: Any = None
+        self.replaced = False
         self._stepping: contextlib.ExitStack | None = None
         ordinal = _cuda_ordinal(mux.uuid)
         if ordinal is not None:
@@ -71,6 +73,10 @@ class Integration:
         """
         if self.device.type == "cpu":
             with _RegionMode(region):
+                yield
+            return
+        if self.replaced:
+            with region.serving_torch_allocator():
                 yield
             return
         if config.load().expandable_segments:
@@ -159,7 +165,7 @@ class Integration:
 
     def outside_bytes(self) -> int:
         """Bytes that torch holds on the device outside regions; they are not moved."""
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or self.replaced:
             return 0
         inside = sum(r["live_bytes"] for r in self._mux.stats()["regions"].values())
         reserved: int = torch.cuda.memory_reserved(self.device)
