@@ -31,6 +31,18 @@ struct Block {
   ~Block() { region->free(ptr - region->addresses.base()); }
 };
 
+// A block that is freed in stream order.
+struct StreamBlock {
+  std::shared_ptr<StreamCache> cache;
+  CUdeviceptr ptr = 0;
+  StreamBlock(const std::shared_ptr<Agent>& a, const std::shared_ptr<Region>& r, std::size_t bytes,
+              std::uintptr_t stream)
+      : cache(torch_allocator::cache_of(a, r)), ptr(cache->allocate(bytes, reinterpret_cast<CUstream>(stream))) {}
+  StreamBlock(const StreamBlock&) = delete;
+  StreamBlock& operator=(const StreamBlock&) = delete;
+  ~StreamBlock() { cache->free(ptr); }
+};
+
 py::dict to_dict(const AgentStats& s) {
   py::dict d;
   d["phase"] = s.phase;
@@ -335,6 +347,11 @@ PYBIND11_MODULE(_core, m) {
                                                      : py::bytes(reinterpret_cast<const char*>(a.device().uuid()), 16);
                              })
       .def_property_readonly("page_size", &Agent::page_size);
+
+  py::class_<StreamBlock>(m, "StreamBlock", "A block of a region, used again in the order of a stream once dropped.")
+      .def(py::init<const std::shared_ptr<Agent>&, const std::shared_ptr<Region>&, std::size_t, std::uintptr_t>(),
+           py::arg("agent"), py::arg("region"), py::arg("bytes"), py::arg("stream"), Released())
+      .def_readonly("ptr", &StreamBlock::ptr);
 
   m.def("torch_enter", &torch_allocator::enter, py::arg("agent"), py::arg("region"),
         "This thread's torch allocations come from the region until torch_leave().");

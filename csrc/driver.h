@@ -23,7 +23,7 @@ namespace pymux {
   X(cuMemUnmap) X(cuMemSetAccess) X(cuMemExportToShareableHandle)                                  \
   X(cuMemImportFromShareableHandle) X(cuMemHostRegister) X(cuMemHostUnregister)                    \
   X(cuMemsetD8Async) X(cuMemHostAlloc) X(cuMemFreeHost) X(cuModuleLoadData) X(cuModuleUnload)      \
-  X(cuModuleGetFunction) X(cuLaunchKernel)
+  X(cuModuleGetFunction) X(cuLaunchKernel) X(cuThreadExchangeStreamCaptureMode)
 // clang-format on
 
 struct Driver {

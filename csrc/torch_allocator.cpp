@@ -49,14 +49,6 @@ std::pair<std::shared_ptr<Region>, std::shared_ptr<StreamCache>> look_up(CUdevic
   return {r, known.cache};
 }
 
-std::shared_ptr<StreamCache> cache_of(const std::shared_ptr<Agent>& agent, const std::shared_ptr<Region>& region) {
-  std::lock_guard lock(regions_mutex);
-  Known& known = regions()[region->addresses.base()];
-  known.region = region;
-  if (!known.cache) known.cache = std::make_shared<StreamCache>(agent, region, true);
-  return known.cache;
-}
-
 std::vector<std::shared_ptr<StreamCache>> caches() {
   std::lock_guard lock(regions_mutex);
   std::vector<std::shared_ptr<StreamCache>> out;
@@ -78,6 +70,14 @@ std::shared_ptr<StreamCache> serving(int device) {
 }
 
 }  // namespace
+
+std::shared_ptr<StreamCache> cache_of(const std::shared_ptr<Agent>& agent, const std::shared_ptr<Region>& region) {
+  std::lock_guard lock(regions_mutex);
+  Known& known = regions()[region->addresses.base()];
+  known.region = region;
+  if (!known.cache) known.cache = std::make_shared<StreamCache>(agent, region, true);
+  return known.cache;
+}
 
 void enter(std::shared_ptr<Agent> agent, std::shared_ptr<Region> region) {
   entered.push_back({std::move(agent), std::move(region)});

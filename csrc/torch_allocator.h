@@ -18,6 +18,8 @@ void enter(std::shared_ptr<Agent> agent, std::shared_ptr<Region> region);
 void leave();
 // Allocations of all threads, on the agent's device and outside of enter(), come from `region`.
 void install(const std::shared_ptr<Agent>& agent, const std::shared_ptr<Region>& region);
+// The cache of a region, made when it is first asked for; it takes leases.
+std::shared_ptr<StreamCache> cache_of(const std::shared_ptr<Agent>& agent, const std::shared_ptr<Region>& region);
 // Waits for the device and gives up what is cached.
 void empty_cache();
 StreamCache::Stats stats(const std::shared_ptr<Region>& region);

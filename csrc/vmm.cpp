@@ -119,7 +119,11 @@ void Device::probe_export() const {
   Page::import(page.export_fd());
 }
 
-void Device::make_current() const { check(cu().cuCtxSetCurrent(context_), "cuCtxSetCurrent"); }
+void Device::make_current() const {
+  check(cu().cuCtxSetCurrent(context_), "cuCtxSetCurrent");
+  CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+  check(cu().cuThreadExchangeStreamCaptureMode(&mode), "cuThreadExchangeStreamCaptureMode");
+}
 
 void Device::synchronize() const {
   check(cu().cuCtxPushCurrent(context_), "cuCtxPushCurrent");

@@ -61,7 +61,8 @@ class Device {
   CUmemAllocationProp prop() const;
   // Creates, exports, imports and frees one allocation; throws what the driver says.
   void probe_export() const;
-  void make_current() const;  // for a thread of our own
+  // For a thread of our own: its calls do not end a capture (mode global) that another thread has begun.
+  void make_current() const;
   void synchronize() const;   // all work of the context; from any thread
 
  private:

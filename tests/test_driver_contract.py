@@ -167,6 +167,15 @@ def test_streams_have_priorities_within_the_range(cuda, context):
     cuda.ok("cuStreamDestroy_v2", stream)
 
 
+def test_a_threads_capture_mode_is_exchanged(cuda, context):
+    mode = ctypes.c_int(2)  # relaxed
+    cuda.ok("cuThreadExchangeStreamCaptureMode", byref(mode))
+    assert mode.value == 0, "global at first"
+    cuda.ok("cuThreadExchangeStreamCaptureMode", byref(mode))
+    assert mode.value == 2
+    assert cuda("cuThreadExchangeStreamCaptureMode", byref(ctypes.c_int(3))) == INVALID_VALUE
+
+
 def test_an_event_follows_the_work_before_it(vmm, cuda):
     ptr = vmm.mapped(pages=4)
     n = 4 * vmm.page

@@ -229,6 +229,16 @@ SIM_API CUresult CUDAAPI cuCtxGetStreamPriorityRange(int* least, int* greatest) 
   return CUDA_SUCCESS;
 }
 
+// Nothing can be captured here; the mode is kept by thread, as documented.
+SIM_API CUresult CUDAAPI cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
+  SIM_ENTER("cuThreadExchangeStreamCaptureMode", kInit);
+  static thread_local CUstreamCaptureMode of_thread = CU_STREAM_CAPTURE_MODE_GLOBAL;
+  if (!mode || *mode < CU_STREAM_CAPTURE_MODE_GLOBAL || *mode > CU_STREAM_CAPTURE_MODE_RELAXED)
+    return CUDA_ERROR_INVALID_VALUE;
+  std::swap(*mode, of_thread);
+  return CUDA_SUCCESS;
+}
+
 SIM_API CUresult CUDAAPI cuStreamCreateWithPriority(CUstream* out, unsigned flags, int priority) {
   SIM_ENTER("cuStreamCreateWithPriority", kContext);
   if (!out || (flags & ~static_cast<unsigned>(CU_STREAM_NON_BLOCKING))) return CUDA_ERROR_INVALID_VALUE;

@@ -79,19 +79,7 @@ class Integration:
             with region.serving_torch_allocator():
                 yield
             return
-        if config.load().expandable_segments:
-            raise RegionError(
-                "torch's expandable_segments is on, and then torch maps memory itself instead of asking the region. "
-                "Remove it from PYTORCH_CUDA_ALLOC_CONF."
-            )
-        if self._allocator is None:
-            self._allocator = torch.cuda.memory.CUDAPluggableAllocator(
-                _core.__file__, "pymux_torch_malloc", "pymux_torch_free"
-            )
-        pool = self._pools.get(region.name)
-        if pool is None:
-            pool = self._pools[region.name] = torch.cuda.MemPool(self._allocator.allocator())
-            _FOR_LIFE.append((self._allocator, pool))
+        pool = self._pool_of(region)
         device = self._device_of(region)
         with region.serving_torch_allocator(), torch.cuda.use_mem_pool(pool, device=device):
             try:
@@ -105,6 +93,42 @@ class Integration:
             except torch.OutOfMemoryError as e:
                 e.args = (f"{e} pymux: {_core.torch_last_error()}",)
                 raise
+
+    def _pool_of(self, region: Region) -> Any:
+        if config.load().expandable_segments:
+            raise RegionError(
+                "torch's expandable_segments is on, and then torch maps memory itself instead of asking the region. "
+                "Remove it from PYTORCH_CUDA_ALLOC_CONF."
+            )
+        if self._allocator is None:
+            self._allocator = torch.cuda.memory.CUDAPluggableAllocator(
+                _core.__file__, "pymux_torch_malloc", "pymux_torch_free"
+            )
+        pool = self._pools.get(region.name)
+        if pool is None:
+            pool = self._pools[region.name] = torch.cuda.MemPool(self._allocator.allocator())
+            _FOR_LIFE.append((self._allocator, pool))
+        return pool
+
+    @contextlib.contextmanager
+    def capturing(self, region: Region, graph: Any, **options: Any) -> Iterator[None]:
+        """Capture a CUDA graph whose private memory is in a region; in a phase.
+
+        Not inside `allocating` of the same region: torch does not begin a pool twice.
+
+        Args:
+            region: where the graph's memory is.
+            graph: a ``torch.cuda.CUDAGraph``.
+            **options: of ``torch.cuda.graph``, but for its pool.
+
+        Raises:
+            DriverError: this torch has no CUDA.
+        """
+        if self.device.type == "cpu":
+            raise DriverError("CUDA graphs need a CUDA build of torch and a GPU.")
+        pool = None if self.replaced else self._pool_of(region).id
+        with region.serving_torch_allocator(), torch.cuda.graph(graph, pool=pool, **options):
+            yield
 
     def adopt(self, region: Region, what: Any) -> None:
         """See Mux.adopt."""
