@@ -63,7 +63,7 @@ class Device {
   void probe_export() const;
   // For a thread of our own: its calls do not end a capture (mode global) that another thread has begun.
   void make_current() const;
-  void synchronize() const;   // all work of the context; from any thread
+  void synchronize() const;  // all work of the context; from any thread
 
  private:
   int ordinal_ = 0;

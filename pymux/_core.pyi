@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['Agent', 'Block', 'Device', 'PhaseRequest', 'Region', 'SwapSpan', 'device_count', 'driver_version', 'load_driver', 'measure_link', 'torch_empty_cache', 'torch_enter', 'torch_install', 'torch_last_error', 'torch_leave', 'torch_reset_peak', 'torch_stats', 'wire_layout']
+__all__: list[str] = ['Agent', 'Block', 'Device', 'PhaseRequest', 'Region', 'StreamBlock', 'SwapSpan', 'device_count', 'driver_version', 'load_driver', 'measure_link', 'torch_empty_cache', 'torch_enter', 'torch_install', 'torch_last_error', 'torch_leave', 'torch_reset_peak', 'torch_stats', 'wire_layout']
 class Device:
     """
     Facts about a device. Holds its primary context while alive.
@@ -170,6 +170,15 @@ class Agent:
         """
     @property
     def uuid(self) -> bytes:
+        ...
+class StreamBlock:
+    """
+    A block of a region, used again in the order of a stream once dropped.
+    """
+    def __init__(self, agent: Agent, region: Region, bytes: typing.SupportsInt | typing.SupportsIndex, stream: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def ptr(self) -> int:
         ...
 def device_count() -> int:
     """
