@@ -192,7 +192,6 @@ void Agent::activate_locked() {
   entered_at_ = now_seconds();
   back_at_ = 0;
   stamp_ += 1;
-  entries_ += 1;
   for (auto* list : {&uses_, &lazy_})
     for (auto& r : *list) r->last_used = stamp_;
   for (auto& r : writes_)
@@ -437,7 +436,7 @@ void Agent::done_with(const std::shared_ptr<Region>& region) {
   device_->synchronize();
   if (compare) run_on_agent([&] { take_fingerprints(region.get()); });
   std::lock_guard lock(mutex_);
-  entries_ += 1;
+  stamp_ += 1;
   for (auto* list : {&uses_, &lazy_, &writes_}) std::erase(*list, region);
   post([this, region] {
     std::erase_if(fill_, [&](const PageRef& p) { return p.region == region.get(); });

@@ -114,7 +114,7 @@ class Agent {
   std::optional<std::vector<std::string>> remote_uses();
   bool active() const { return active_flag_.load(std::memory_order_relaxed); }
   // A number that changes whenever what is resident for the open phase may have; 0: no phase is open.
-  std::uint64_t stamp() const { return active() ? entries_.load(std::memory_order_relaxed) : 0; }
+  std::uint64_t stamp() const { return active() ? stamp_.load(std::memory_order_relaxed) : 0; }
   // Opens a phase of its own accord, if none is open; it lasts until the next one begins, or evict().
   void enter_implicitly();
 
@@ -257,7 +257,7 @@ class Agent {
   bool fenced_ = false;        // the open phase's lease went to others
   std::exception_ptr broken_;  // the broker is gone for good, or the device is
   std::exception_ptr acquire_error_;
-  std::uint64_t seq_ = 0, acquire_seq_ = 0, generation_ = 0, stamp_ = 0;
+  std::uint64_t seq_ = 0, acquire_seq_ = 0, generation_ = 0;
   std::string phase_name_;                   // the open phase, or the last one
   std::map<std::string, double> gap_after_;  // seconds from a phase's end to the next acquire, last time
   double left_at_ = 0, linger_until_ = 0;    // 0: not
@@ -318,9 +318,9 @@ class Agent {
   Fd wake_, caller_wake_;
   std::atomic<bool> at_socket_{false};  // a caller polls, and does not wait for changed_
   std::atomic<bool> recalled_flag_{false}, pressed_flag_{false}, active_flag_{false};
-  std::atomic<std::uint64_t> entries_{0};  // of phases, and calls of done_with()
-  std::mutex implicit_mutex_;              // one thread opens an implicit phase; taken before mutex_
-  std::atomic<bool> implicit_{false};      // the open phase is one
+  std::atomic<std::uint64_t> stamp_{0};  // counts entries of phases, and calls of done_with()
+  std::mutex implicit_mutex_;            // one thread opens an implicit phase; taken before mutex_
+  std::atomic<bool> implicit_{false};    // the open phase is one
   std::thread thread_;
 };
 

@@ -11,8 +11,8 @@ constexpr StreamCache::PoolId kNoPool{0, 0};
 constexpr std::size_t kKeepPages = 6, kKeepPart = 32;
 }  // namespace
 
-StreamCache::StreamCache(std::weak_ptr<Agent> agent, std::shared_ptr<Region> region, bool takes_leases)
-    : agent_(std::move(agent)), region_(std::move(region)), takes_leases_(takes_leases) {}
+StreamCache::StreamCache(std::weak_ptr<Agent> agent, std::shared_ptr<Region> region)
+    : agent_(std::move(agent)), region_(std::move(region)) {}
 
 StreamCache::Bins& StreamCache::bins_locked(PoolId pool, CUstream stream) {
   auto is = [&](const Bins& b) { return b.stream == stream && b.pool == pool; };
@@ -26,7 +26,7 @@ StreamCache::Bins& StreamCache::bins_locked(PoolId pool, CUstream stream) {
 CUdeviceptr StreamCache::allocate(std::size_t bytes, CUstream stream) {
   const auto agent = agent_.lock();
   if (!agent) throw Error("LeaseError", "the Mux of region '" + region_->name + "' is closed.");
-  if (takes_leases_ && !agent->stamp()) agent->enter_implicitly();
+  if (!agent->stamp()) agent->enter_implicitly();
   if (const std::uint64_t stamp = agent->stamp(); stamp == 0 || stamp != ready_for_) {
     agent->require(region_);
     agent->touch(region_);

@@ -14,7 +14,6 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -36,10 +35,10 @@ class StreamCache {
     std::uint64_t allocations = 0, hits = 0;  // counts
   };
 
-  // takes_leases: outside a phase, an allocation takes a lease, which the next phase ends.
-  StreamCache(std::weak_ptr<Agent> agent, std::shared_ptr<Region> region, bool takes_leases);
+  StreamCache(std::weak_ptr<Agent> agent, std::shared_ptr<Region> region);
 
-  // A resident block, in the stream's order. Throws DeviceOutOfMemory after giving up what is cached, ...
+  // A resident block, in the stream's order. Outside a phase it takes a lease, which the next phase ends. Throws
+  // DeviceOutOfMemory after giving up what is cached, ...
   CUdeviceptr allocate(std::size_t bytes, CUstream stream);
   // From any thread, in a phase or not. False when no live block of the cache's starts there.
   bool free(CUdeviceptr ptr);
@@ -85,7 +84,6 @@ class StreamCache {
 
   const std::weak_ptr<Agent> agent_;
   const std::shared_ptr<Region> region_;
-  const bool takes_leases_;
   std::atomic<std::uint64_t> ready_for_{0};  // the agent's stamp when the region was last made resident
   mutable std::mutex mutex_;                 // guards what follows
   std::vector<std::unique_ptr<Bins>> bins_;

@@ -23,18 +23,13 @@ struct Known {
   std::weak_ptr<Region> region;
   std::shared_ptr<StreamCache> cache;
 };
-struct Installed {
-  std::weak_ptr<Agent> agent;
-  std::shared_ptr<Region> region;
-  std::shared_ptr<StreamCache> cache;
-};
 std::mutex regions_mutex;  // guards the two below
 std::map<CUdeviceptr, Known>& regions() {
   static auto* m = new std::map<CUdeviceptr, Known>();  // outlives every tensor
   return *m;
 }
-std::map<int, Installed>& installed() {  // by device
-  static auto* m = new std::map<int, Installed>();
+std::map<int, std::shared_ptr<StreamCache>>& installed() {  // by device
+  static auto* m = new std::map<int, std::shared_ptr<StreamCache>>();
   return *m;
 }
 
@@ -66,7 +61,7 @@ std::shared_ptr<StreamCache> serving(int device) {
   if (it == installed().end())
     throw std::runtime_error("pymux: no region of device " + std::to_string(device) +
                              " was installed as torch's allocator; connect() to that device and install() there too.");
-  return it->second.cache;
+  return it->second;
 }
 
 }  // namespace
@@ -75,7 +70,7 @@ std::shared_ptr<StreamCache> cache_of(const std::shared_ptr<Agent>& agent, const
   std::lock_guard lock(regions_mutex);
   Known& known = regions()[region->addresses.base()];
   known.region = region;
-  if (!known.cache) known.cache = std::make_shared<StreamCache>(agent, region, true);
+  if (!known.cache) known.cache = std::make_shared<StreamCache>(agent, region);
   return known.cache;
 }
 
@@ -93,7 +88,7 @@ std::string last_error() { return why; }
 void install(const std::shared_ptr<Agent>& agent, const std::shared_ptr<Region>& region) {
   auto cache = cache_of(agent, region);
   std::lock_guard lock(regions_mutex);
-  installed()[agent->device().ordinal()] = {agent, region, cache};
+  installed()[agent->device().ordinal()] = cache;
 }
 
 void empty_cache() {

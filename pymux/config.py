@@ -6,6 +6,7 @@ The simulated driver reads its own settings; the README lists them all.
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,7 +64,7 @@ class Settings:
         broker_config: ``PYMUX_BROKER_CONFIG``: TOML file with the policy and what jobs may have, for the broker;
             None: as it is built in.
         pass_pages: ``PYMUX_PASS_PAGES``: hand physical pages over instead of freeing and creating.
-        job: ``PYMUX_JOB``: name of the job, where the code does not say one; None: the script's name.
+        job: ``PYMUX_JOB``: name of the job, where the code does not say one; else the script's name.
         check: ``PYMUX_CHECK``: raise RegionNotResident before a tensor is touched without a lease.
         expandable_segments: whether torch's settings ask for them, which regions cannot hold.
     """
@@ -76,7 +77,7 @@ class Settings:
     spill_dir: Path | None
     broker_config: Path | None
     pass_pages: bool
-    job: str | None
+    job: str
     check: bool
     expandable_segments: bool
 
@@ -108,7 +109,7 @@ def load() -> Settings:
         spill_dir=Path(spill) if (spill := os.environ.get("PYMUX_SPILL_DIR")) else None,
         broker_config=Path(rules) if (rules := os.environ.get("PYMUX_BROKER_CONFIG")) else None,
         pass_pages=_flag("PYMUX_PASS_PAGES", default=True),
-        job=os.environ.get("PYMUX_JOB") or None,
+        job=os.environ.get("PYMUX_JOB") or Path(sys.argv[0] or "python").stem[:63] or "python",
         check=_flag("PYMUX_CHECK", default=False),
         expandable_segments=any(
             "expandable_segments:true" in os.environ.get(name, "").lower()

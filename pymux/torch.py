@@ -7,9 +7,7 @@ rest to torch.
 from __future__ import annotations
 
 import ctypes
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,7 +58,7 @@ def install(region: str = "default", *, mux: Mux | None = None) -> Region:
             "torch's expandable_segments is on, which its own allocator alone knows. Remove it from "
             "PYTORCH_CUDA_ALLOC_CONF."
         )
-    mux = mux or connect(settings.job or Path(sys.argv[0] or "python").stem[:63] or "python")
+    mux = mux or connect(settings.job)
     target = mux.region(region)
     _core.torch_install(target.agent, target.core)
     integration = mux._torch_integration()  # noqa: SLF001 - two halves of one thing

@@ -15,7 +15,6 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -75,7 +74,7 @@ class TorchMemorySaver:
         self._paused: set[str] = set()  # names of regions
         self._phase: Any = None  # while anything is not paused
         self._mutex = threading.RLock()
-        self._local = threading.local()  # allocating: regions that the thread is in, and torch's contexts for them
+        self._local = threading.local()
         self._for_life: Any = None  # the region of TMS_INIT_ENABLE
 
     # ---- allocating ------------------------------------------------------------------------------
@@ -137,17 +136,15 @@ class TorchMemorySaver:
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
         """Allocate outside of any region, in the regions that this thread is in."""
-        suspended: list[Any] = getattr(self._local, "allocating", [])
-        for context in reversed(suspended):
-            context[1].__exit__(None, None, None)
+        suspended = self._allocations()
+        for _, context in reversed(suspended):
+            context.__exit__(None, None, None)
         self._local.allocating = []
         try:
             yield
         finally:
             for region, _ in suspended:
-                fresh = region.mux._torch_integration().allocating(region)  # noqa: SLF001 - as Region does
-                fresh.__enter__()
-                self._local.allocating.append([region, fresh])
+                self._begin(region)
 
     # ---- pausing ---------------------------------------------------------------------------------
 
@@ -215,8 +212,7 @@ class TorchMemorySaver:
     def _make(self, tag: str, *, keep: bool) -> Region:
         with self._mutex:
             if self._mux is None:
-                job = config.load().job or Path(sys.argv[0] or "python").stem[:63] or "python"
-                self._mux = connect(job, name=f"{_PHASE}.{os.getpid()}")
+                self._mux = connect(config.load().job, name=f"{_PHASE}.{os.getpid()}")
             name = f"{tag}, kept" if keep else tag
             region = self._mux.region(name, on_evict="keep" if keep else "discard")
             new = name not in self._tags.setdefault(tag, set())
@@ -229,18 +225,24 @@ class TorchMemorySaver:
 
     @contextlib.contextmanager
     def _allocating(self, region: Region) -> Iterator[None]:
-        if not hasattr(self._local, "allocating"):
-            self._local.allocating = []
-        depth = len(self._local.allocating)
-        context = region.mux._torch_integration().allocating(region)  # noqa: SLF001 - as Region does
-        context.__enter__()
-        self._local.allocating.append([region, context])
+        self._begin(region)
         try:
             yield
         finally:
-            _, context = self._local.allocating[depth]
-            del self._local.allocating[depth:]
+            _, context = self._allocations().pop()
             context.__exit__(None, None, None)
+
+    def _begin(self, region: Region) -> None:
+        context = region.mux._torch_integration().allocating(region)  # noqa: SLF001 - as Region does
+        context.__enter__()
+        self._allocations().append((region, context))
+
+    def _allocations(self) -> list[tuple[Region, Any]]:
+        """The regions that this thread is in, and torch's contexts for them."""
+        if not hasattr(self._local, "allocating"):
+            self._local.allocating = []
+        found: list[tuple[Region, Any]] = self._local.allocating
+        return found
 
     def _names(self, tag: str | None) -> set[str]:
         if tag is None:
