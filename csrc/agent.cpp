@@ -160,7 +160,8 @@ void Agent::run_on_agent(std::function<void()> work) {
   if (!done) check_usable_locked();
 }
 
-std::shared_ptr<Region> Agent::create_region(const std::string& name, OnEvict on_evict, bool fingerprint, bool frozen) {
+std::shared_ptr<Region> Agent::create_region(const std::string& name, OnEvict on_evict, bool fingerprint, bool frozen,
+                                             std::shared_ptr<Segment> segment) {
   std::lock_guard lock(mutex_);
   check_usable_locked();
   if (!device_)
@@ -169,8 +170,13 @@ std::shared_ptr<Region> Agent::create_region(const std::string& name, OnEvict on
   for (auto& r : regions_)
     if (r->name == name) throw Error("RegionError", "region '" + name + "' exists already in this process.");
   auto r = std::make_shared<Region>(name, on_evict, fingerprint, frozen, *device_, page_size_);
+  if (segment) {
+    r->segment = std::move(segment);
+    r->joined = true;
+    r->read_only = frozen;
+  }
   regions_.push_back(r);
-  fault::watch(r->addresses.base(), r->addresses.size(), options_.job, name);
+  fault::watch(r->addresses.base(), r->addresses.size(), options_.job, name, r->read_only);
   return r;
 }
 
@@ -196,9 +202,10 @@ void Agent::activate_locked() {
     for (auto& r : *list) r->last_used = stamp_;
   for (auto& r : writes_)
     for (std::size_t i = 0, n = r->used_pages(); i < n; ++i)
-      if (r->pages[i].state == PageState::resident) r->pages[i].mark_written();
+      if (r->pages[i].state == PageState::resident) r->mark_written(i);
   std::rotate(recent_taken_.begin(), recent_taken_.begin() + 1, recent_taken_.end());
   recent_taken_.back() = std::exchange(taken_, 0);
+  show_wishes_locked();
 }
 
 std::uint64_t Agent::expected_takes_locked() const {
@@ -326,6 +333,7 @@ void Agent::release_locked() {
   granted_ = attached_ = remote_ = recalled_ = extended_ = false;
   linger_until_ = 0;
   active_flag_ = recalled_flag_ = pressed_flag_ = false;
+  show_wishes_locked();
   if (std::exchange(fenced_, false)) return;  // it is others' already
   auto m = wire::make<wire::Release>(wire::kRelease);
   m.generation = generation_;
@@ -401,13 +409,14 @@ void Agent::leave(Leave why, double back) {
     release_locked();
   } else {
     phase_ = Phase::parked;
+    show_wishes_locked();
     if (recalled_) linger_locked();
   }
   if (work)
     post([this, save] {
       save_due_ = save;
       std::lock_guard guard(mutex_);
-      if (phase_ == Phase::idle || phase_ == Phase::parked) fill_.clear();  // of lazy regions
+      if (phase_ == Phase::idle || phase_ == Phase::parked) clear_fill();  // of lazy regions
     });
   else if (linger_until_ > 0)
     post([] {});  // the agent thread sets its clock
@@ -440,6 +449,7 @@ void Agent::done_with(const std::shared_ptr<Region>& region) {
   for (auto* list : {&uses_, &lazy_, &writes_}) std::erase(*list, region);
   post([this, region] {
     std::erase_if(fill_, [&](const PageRef& p) { return p.region == region.get(); });
+    stop_awaiting(region.get());
     save_due_ = true;
     send_ready();
   });
@@ -450,15 +460,17 @@ void Agent::touch(const std::shared_ptr<Region>& region) {
   if (phase_ != Phase::active || written_locked(*region)) return;
   if (!in_use_locked(*region)) uses_.push_back(region);
   writes_.push_back(region);
-  for (auto& e : region->pages)
-    if (e.state == PageState::resident) e.mark_written();
+  for (std::size_t i = 0; i < region->pages.size(); ++i)
+    if (region->pages[i].state == PageState::resident) region->mark_written(i);
 }
 
 void Agent::set_live(const std::shared_ptr<Region>& region, std::optional<std::vector<Range>> ranges) {
   std::lock_guard lock(mutex_);
   check_usable_locked();
+  if (region->segment)
+    throw Error("RegionError", "region '" + region->name + "' is shared, and moves as a whole: it has no live ranges.");
   for (std::size_t page : region->set_live(std::move(ranges)))
-    region->pages[page].mark_written();  // its copy, if there is one, lacks what is live now
+    region->mark_written(page);  // its copy, if there is one, lacks what is live now
 }
 
 std::size_t Agent::evict(const std::shared_ptr<Region>& region) {
@@ -508,6 +520,8 @@ CUdeviceptr Agent::allocate(const std::shared_ptr<Region>& region, std::size_t b
     throw Error("LeaseError", "allocating in region '" + region->name +
                                   "' is device work and needs a phase: put it in "
                                   "'with mux.phase(...)', or in 'with mux.region(...)', which takes a lease.");
+  if (region->joined)
+    throw Error("RegionError", "region '" + region->name + "' is another process's: that one allocates in it.");
   const std::int64_t offset = region->allocate(bytes, tag);
   if (offset < 0) {
     Error err("CapacityError", "region '" + region->name + "' has no addresses left for " + std::to_string(bytes) +
@@ -519,6 +533,7 @@ CUdeviceptr Agent::allocate(const std::shared_ptr<Region>& region, std::size_t b
   const auto start = static_cast<std::size_t>(offset);
   e.first = start / page_size_;
   e.count = (start + std::max<std::size_t>(bytes, 1) - 1) / page_size_ - e.first + 1;
+  if (region->segment) region->segment->grow(region->used_pages());
   if (!in_use_locked(*region)) uses_.push_back(region);
   if (!written_locked(*region)) writes_.push_back(region);
   try {
@@ -527,7 +542,7 @@ CUdeviceptr Agent::allocate(const std::shared_ptr<Region>& region, std::size_t b
     region->free(start, tag);
     throw;
   }
-  for (std::size_t i = e.first; i < e.first + e.count; ++i) region->pages[i].mark_written();
+  for (std::size_t i = e.first; i < e.first + e.count; ++i) region->mark_written(i);
   return region->addresses.base() + start;
 }
 
@@ -539,6 +554,7 @@ void Agent::read(const std::shared_ptr<Region>& region, CUdeviceptr ptr, std::si
       const std::size_t n = std::min(page_size_ - offset, end - at);
       // A page that is on its way arrives first.
       while (region->pages[page].moving) step();
+      if (region->segment) fetch_to_read({region.get(), page});
       pager_->read({region.get(), page}, offset, n, out);
       out += n;
       at += n;
@@ -584,7 +600,7 @@ AgentStats Agent::stats() {
   if (backing_) {
     s.host_pinned = backing_->pinned_bytes();
     s.host_used = backing_->used_bytes();
-    s.host_granted = backing_->allowed();
+    s.host_granted = backing_->allowed() + shared_host_;
   }
   for (auto& r : regions_) {
     RegionStats rs;
@@ -592,13 +608,19 @@ AgentStats Agent::stats() {
     rs.keep = r->on_evict == OnEvict::keep;
     rs.base = r->addresses.base();
     rs.live = r->live_bytes();
-    for (const auto& e : r->pages) {
+    for (std::size_t i = 0; i < r->pages.size(); ++i) {
+      const PageEntry& e = r->pages[i];
       switch (e.state) {
         case PageState::absent:
+          if (r->segment && r->segment->at(i).where == Segment::Where::host) rs.evicted += page_size_;
           break;
         case PageState::resident:
+          if (e.owed) {
+            rs.borrowed += page_size_;
+            break;
+          }
           rs.resident += page_size_;
-          (e.clean() ? rs.clean : rs.dirty) += page_size_;
+          (r->clean(i) ? rs.clean : rs.dirty) += page_size_;
           break;
         case PageState::evicted:
           rs.evicted += page_size_;
@@ -635,12 +657,13 @@ wire::Counts Agent::counts_locked() {
   if (running && !extended_ && follows_at_once_locked()) return c;
   for (auto& r : regions_) {
     if (running && in_use_locked(*r)) continue;
+    if (r->segment && r->segment->wish_of_others() == Segment::Wish::uses) continue;
     for (std::size_t i = 0, n = r->pages.size(); i < n; ++i) {
       const PageEntry& e = r->pages[i];
-      if (e.state != PageState::resident || e.moving) continue;
+      if (e.state != PageState::resident || e.moving || e.owed) continue;
       if (r->on_evict == OnEvict::discard || !r->live(i)) {
         c.discardable += 1;
-      } else if (e.clean()) {
+      } else if (r->clean(i)) {
         c.clean += 1;
       } else {
         c.dirty += 1;
@@ -654,7 +677,7 @@ std::uint64_t Agent::own_locked() const {
   std::uint64_t n = 0;
   for (auto& r : regions_) {
     if (in_use_locked(*r)) continue;
-    for (auto& e : r->pages) n += e.state == PageState::resident;
+    for (auto& e : r->pages) n += e.state == PageState::resident && !e.owed;
   }
   return n;
 }

@@ -26,6 +26,7 @@
 #include "fingerprint.h"
 #include "pager.h"
 #include "region.h"
+#include "share_post.h"
 #include "spill.h"
 #include "wire.h"
 
@@ -52,7 +53,9 @@ struct RegionStats {
   std::string name;
   bool keep = true;
   // bytes; resident = clean + dirty, and spilled is the part of evicted that is in the file
+  // borrowed: mapped here, and counted for another process
   std::uint64_t base = 0, live = 0, resident = 0, clean = 0, dirty = 0, evicted = 0, spilled = 0, discarded = 0;
+  std::uint64_t borrowed = 0;
   RegionCounters counters;
 };
 
@@ -87,7 +90,9 @@ class Agent {
   explicit Agent(AgentOptions options);  // connects; throws BrokerLost, ProtocolError, ClientExists, ...
   ~Agent();
 
-  std::shared_ptr<Region> create_region(const std::string& name, OnEvict on_evict, bool fingerprint, bool frozen);
+  // segment: of a region that another process shares.
+  std::shared_ptr<Region> create_region(const std::string& name, OnEvict on_evict, bool fingerprint, bool frozen,
+                                        std::shared_ptr<Segment> segment = nullptr);
   bool controller() const { return !device_; }
   const Device& device() const { return *device_; }  // not of a controller
   std::size_t page_size() const { return page_size_; }
@@ -128,6 +133,13 @@ class Agent {
   // Swaps the region (all regions without one) out and gives its pages to the bank. Not in a phase.
   // Bytes given. Throws what kept a page on the device, after trying the others.
   std::size_t evict(const std::shared_ptr<Region>& region);
+  // Lets other processes map the region's pages too; what they find it by. In a phase that uses it.
+  std::string share(const std::shared_ptr<Region>& region);
+  // A region of another process; its name there unless another is given.
+  std::shared_ptr<Region> open_shared(const std::string& id, const std::string& name, bool writable);
+  // The region's contents are a new generation, once the work submitted to the stream is done. In a phase.
+  void publish(const std::shared_ptr<Region>& region, const std::string& meta, CUstream stream);
+  void wait_published(const std::shared_ptr<Region>& region, CUstream stream);
   std::size_t trim_host();  // unpins free backing memory, shortens the spill file; bytes released
   AgentStats stats();
   std::vector<SwapSpan> spans();
@@ -197,6 +209,34 @@ class Agent {
   void fail_grant_locked(std::exception_ptr error);
   static Error fenced_error(const Region& region);
 
+  // agent thread: regions that several processes map (agent_share.cpp)
+  struct Awaited {  // a page that another process has on the device, or on its way
+    PageRef ref;
+    double since = 0, asked_at = 0;  // asked_at > 0: we are among its holders, and its carrier knows
+  };
+  struct Leaving {  // a page that goes once the others have unmapped it
+    PageRef ref;
+    double until = 0;
+    bool copy = false, refused = false;
+  };
+  void open_post();
+  void show_wishes_locked();
+  void note(Segment& segment, unsigned member, NoteKind kind, std::size_t page);
+  void send_notes();
+  Fd export_shared(Segment& segment, std::size_t page, const Segment::Word& w, unsigned to);
+  void take_notes();
+  void map_shared(Region& region, std::size_t page, std::uint16_t epoch, Fd fd);
+  bool unmap_shared(Region& region, std::size_t page);
+  void fetch_to_read(PageRef ref);
+  void stop_awaiting(const Region* only);
+  void advance_awaited();
+  bool begin_leave(PageRef ref, bool copy);
+  void advance_leaving();
+  std::optional<Store> shared_store(PageRef ref);
+  bool spare_host(Backing& b, std::size_t slots);
+  void tend();
+  void leave_segments();
+
   // agent thread: pages (agent_pages.cpp)
   void step();
   bool demand() const;
@@ -213,10 +253,12 @@ class Agent {
   void plan_saves();
   bool obtain(std::vector<Page>& physical, std::size_t count);
   std::vector<PageRef> candidates(bool for_saving);
+  void clear_fill();
   void queue_missing(const std::shared_ptr<Region>& r, std::size_t first, std::size_t count);
   std::int64_t take_slot();
   std::optional<Store> store_for(PageRef ref);
   bool reclaim_dead();
+  Error host_budget_error() const;
   void plan_host();
   void ask_host(std::size_t bytes, bool urgent);
   void take_fingerprints(const Region* only);
@@ -309,6 +351,14 @@ class Agent {
   double host_full_until_ = 0;
   std::exception_ptr fault_;  // the latest
   std::string told_regions_;  // by the message before this one
+  std::vector<std::shared_ptr<Region>> shared_;  // those with a segment
+  std::unique_ptr<SharePost> post_;
+  std::vector<Awaited> awaited_;
+  std::vector<Leaving> leaving_;
+  std::map<std::tuple<Segment*, unsigned, NoteKind>, std::vector<std::uint32_t>> notes_;  // to be sent
+  double tend_at_ = 0, spared_at_ = 0;
+  std::atomic<std::size_t> shared_host_{0};  // bytes of what this process may pin that went to segments
+  std::atomic<bool> shares_{false};
   bool stop_ = false;
   std::atomic<std::uint64_t> spare_physical_{0};  // spare_ and spare_fds_, for other threads
 

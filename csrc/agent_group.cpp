@@ -42,7 +42,7 @@ void Agent::open_remote_locked(const std::string& phase) {
     if (used) uses_.push_back(r);
     if (says('w', r->name) || (says('W', "") && (lazy || used) && !r->frozen)) writes_.push_back(r);
   }
-  fill_.clear();
+  clear_fill();
   for (auto* list : {&uses_, &lazy_})
     for (auto& r : *list) queue_missing(r, 0, r->used_pages());
 }
@@ -120,7 +120,13 @@ void Agent::on_grant(const wire::Grant& m) {
   lock.unlock();
   if (options_.snapshot)
     for (auto& r : regions_) queue_missing(r, 0, r->used_pages());
-  if (options_.snapshot || !alone()) send_want();
+  if (shares_) {  // what was there may have gone while nobody was to keep it
+    std::lock_guard guard(mutex_);
+    for (auto* list : {&uses_, &lazy_})
+      for (auto& r : *list)
+        if (r->segment) queue_missing(r, 0, r->used_pages());
+  }
+  if (options_.snapshot || shares_ || !alone()) send_want();
   settle();
 }
 
@@ -152,7 +158,7 @@ void Agent::on_drain(std::uint64_t generation) {
     if (phase_ == Phase::waiting && remote_ && !granted_) {  // only prepared; the next grant says it again
       phase_ = Phase::idle;
       remote_ = false;
-      fill_.clear();
+      clear_fill();
     }
     if (generation == 0) return;
     // Of a lease that this client has given up already, nothing is left to drain.
@@ -167,7 +173,7 @@ void Agent::on_drain(std::uint64_t generation) {
   if (ours && remote_) {
     phase_ = Phase::idle;
     remote_ = granted_ = active_flag_ = false;
-    fill_.clear();
+    clear_fill();
   } else if (ours && phase_ == Phase::waiting) {  // our own request goes on waiting
     granted_ = attached_ = acknowledged_ = false;
   }
@@ -223,14 +229,14 @@ void Agent::on_fenced(const wire::Fenced& m) {
       recalled_ = recalled_flag_ = pressed_flag_ = true;
       for (auto& e : ensures_)
         if (!e->done) e->error = std::make_exception_ptr(fenced_error(*e->region));
-      fill_.clear();
+      clear_fill();
     } else if (phase_ == Phase::waiting && !remote_ && (granted_ || attached_)) {
       again = granted_ && !m.requeued;  // one that came after the fence waits already
       granted_ = attached_ = acknowledged_ = false;
     } else if (phase_ == Phase::parked || remote_) {
       phase_ = Phase::idle;
       remote_ = granted_ = active_flag_ = recalled_ = recalled_flag_ = pressed_flag_ = false;
-      fill_.clear();
+      clear_fill();
     }
     ended_ = std::max(ended_, m.generation);
     notify();

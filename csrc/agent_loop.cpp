@@ -129,7 +129,7 @@ bool Agent::say_hello(std::uint32_t flags) {
   {
     std::lock_guard lock(mutex_);
     hello.held = held_;
-    if (backing_) hello.host_pinned = backing_->pinned_bytes();
+    if (backing_) hello.host_pinned = backing_->pinned_bytes() + shared_host_;
     if ((phase_ == Phase::active && !fenced_) || phase_ == Phase::leaving) {
       hello.lease_generation = generation_;
       if (!remote_) hello.flags |= wire::kOpener;
@@ -212,6 +212,7 @@ void Agent::run(std::promise<void>& ready) {
       wait_for_work();
       take_commands();
       take_messages();
+      take_notes();
       if (device_)
         step();
       else
@@ -252,10 +253,15 @@ void Agent::wait_for_work() {
   } else if (retry_at_ > 0) {
     timeout = std::max(1, static_cast<int>((retry_at_ - now_seconds()) * 1000));
   }
+  // What other processes are about to do to shared pages is seen by looking.
+  const bool soon = !awaited_.empty() || !leaving_.empty() || !notes_.empty();
+  if (shares_ && timeout != 0) timeout = soon ? 1 : timeout < 0 ? 250 : std::min(timeout, 250);
   {
     std::lock_guard lock(mutex_);
-    if (linger_until_ > 0 && timeout < 0)
-      timeout = std::max(0, static_cast<int>((linger_until_ - now_seconds()) * 1000) + 1);
+    if (linger_until_ > 0) {
+      const int lingers = std::max(0, static_cast<int>((linger_until_ - now_seconds()) * 1000) + 1);
+      timeout = timeout < 0 ? lingers : std::min(timeout, lingers);
+    }
   }
   poll_once(timeout);
   std::lock_guard lock(mutex_);
@@ -264,8 +270,8 @@ void Agent::wait_for_work() {
 
 void Agent::poll_once(int timeout_ms) {
   // A negative descriptor is passed over: without a broker only commands wake us.
-  pollfd p[2] = {{socket_.fd(), POLLIN, 0}, {wake_.get(), POLLIN, 0}};
-  poll(p, 2, timeout_ms);
+  pollfd p[3] = {{socket_.fd(), POLLIN, 0}, {wake_.get(), POLLIN, 0}, {post_ ? post_->fd() : -1, POLLIN, 0}};
+  poll(p, 3, timeout_ms);
   if (p[1].revents) {
     std::uint64_t n = 0;
     [[maybe_unused]] auto r = ::read(wake_.get(), &n, sizeof n);
@@ -387,7 +393,8 @@ void Agent::handle(const std::vector<char>& bytes, std::vector<Fd>& fds) {
       if (auto* m = as<wire::HostGrant>(bytes)) {
         host_asked_ = false;
         host_exhausted_ = m->exhausted != 0;
-        backing_->allow(static_cast<std::size_t>(m->granted));
+        backing_->allow(static_cast<std::size_t>(m->granted) -
+                        std::min<std::size_t>(m->granted, shared_host_));
       }
       return;
     case wire::kReport:
@@ -485,7 +492,7 @@ void Agent::begin_acquire() {
   if (phase_ != Phase::waiting) return;  // timed out meanwhile
   asked_ = true;
   acquire_seq_ = ++seq_;
-  fill_.clear();
+  clear_fill();
   const bool ask = !granted_;
   if (!options_.snapshot || granted_)
     for (auto* list : {&uses_, &lazy_})
@@ -580,6 +587,7 @@ void Agent::settle() {
     return (!fill_.empty() && which(*fill_.front().region)) || (device_ && pager_->arriving(which));
   };
   bool grown = false, active = false, acknowledge = false;
+  show_wishes_locked();
   for (auto& e : ensures_) {
     if (e->done || coming([&](const Region& r) { return &r == e->region.get(); })) continue;
     if (resident_locked(*e->region, e->first, e->count)) e->done = grown = true;
@@ -605,7 +613,7 @@ void Agent::settle() {
 }
 
 void Agent::fail_waiters(std::exception_ptr error) {
-  fill_.clear();
+  clear_fill();
   retry_at_ = mint_deadline_ = 0;
   note_fault(error);
   std::lock_guard lock(mutex_);
@@ -631,7 +639,7 @@ void Agent::fail_waiters(std::exception_ptr error) {
 void Agent::give_all_back() {
   try {
     if (!retry_releases()) throw Error("CudaError", "the driver does not finish what an earlier failure left.");
-    fill_.clear();
+    clear_fill();
     saves_.clear();
     while (!pager_->in_empty()) finish_in();
     while (!pager_->out_empty()) finish_out();
@@ -643,6 +651,13 @@ void Agent::give_all_back() {
       if (phase_ == Phase::active) {
         lock.unlock();
         device_->synchronize();
+        lock.lock();
+      }
+      if (shares_) {
+        uses_.clear();
+        lazy_.clear();
+        lock.unlock();
+        leave_segments();
         lock.lock();
       }
       for (auto& r : regions_)

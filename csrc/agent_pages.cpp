@@ -11,18 +11,31 @@ namespace pymux {
 namespace {
 constexpr double kMintPatience = 5.0;  // a dying process gives its memory back within this
 constexpr double kMintRetry = 0.002;
+constexpr double kSpare = 1.0;
 constexpr double kHostRetry = 1.0;  // how long a full host is not asked again when there is a spill file
 }  // namespace
+
+void Agent::clear_fill() {
+  fill_.clear();
+  stop_awaiting(nullptr);
+}
 
 void Agent::queue_missing(const std::shared_ptr<Region>& r, std::size_t first, std::size_t count) {
   std::set<std::size_t> queued;
   for (const PageRef& p : fill_)
     if (p.region == r.get()) queued.insert(p.index);
+  for (const Awaited& a : awaited_)
+    if (a.ref.region == r.get()) queued.insert(a.ref.index);
   for (std::size_t i = first; i < first + count; ++i) {
     const PageEntry& e = r->pages[i];
     const bool there = e.state == PageState::resident && !e.moving;
     const bool coming = e.state != PageState::resident && e.moving;
-    if (!there && !coming && r->allocated(i) && !queued.contains(i)) fill_.push_back({r.get(), i});
+    if (there || coming || !r->allocated(i) || queued.contains(i)) continue;
+    const auto where = r->segment ? r->segment->at(i).where : Segment::Where::host;
+    if (where == Segment::Where::host || where == Segment::Where::empty)
+      fill_.push_back({r.get(), i});
+    else  // another process has it
+      awaited_.push_back({{r.get(), i}, now_seconds(), 0});
   }
 }
 
@@ -36,7 +49,12 @@ void Agent::step() {
   const bool quiet = retry_releases();
   if (!quiet) refuse_work();
   pager_->advance();
+  if (shares_) {
+    if (now_seconds() >= tend_at_) tend();
+    advance_awaited();
+  }
   while (quota_ > 0 && !pager_->out_full() && (options_.duplex || pager_->in_empty()) && start_out()) progress = true;
+  if (!leaving_.empty()) advance_leaving();
   if (retry_at_ == 0 || now_seconds() >= retry_at_) {
     retry_at_ = 0;
     while (!fill_.empty() && !pager_->in_full() && (options_.duplex || pager_->out_empty()) && start_in())
@@ -63,7 +81,8 @@ void Agent::step() {
       finish_save();
     }
   }
-  if (quota_ == 0 && pager_->out_empty()) flush_pages();
+  if (quota_ == 0 && pager_->out_empty() && leaving_.empty()) flush_pages();
+  if (!notes_.empty()) send_notes();
   settle();
 }
 
@@ -87,15 +106,23 @@ std::vector<PageRef> Agent::candidates(bool for_saving) {
   std::vector<std::pair<Rank, PageRef>> all;
   std::lock_guard lock(mutex_);
   const bool running = running_locked();
+  // What others wait for is asked for again if nobody else has any, and goes then.
+  const bool spare = !local_ && now_seconds() > spared_at_ + kSpare;
   for (auto& r : regions_) {
     const bool needed = (running || phase_ == Phase::waiting) && in_use_locked(*r);
     if (running && (for_saving ? written_locked(*r) : needed)) continue;
+    const auto wish = r->segment ? r->segment->wish_of_others() : Segment::Wish::none;
+    if (wish == Segment::Wish::uses || (r->segment && for_saving)) continue;
+    if (wish == Segment::Wish::waits && spare) {
+      spared_at_ = now_seconds();
+      continue;
+    }
     for (std::size_t i = 0; i < r->pages.size(); ++i) {
       const PageEntry& e = r->pages[i];
-      if (e.state != PageState::resident || e.moving) continue;
+      if (e.state != PageState::resident || e.moving || e.owed) continue;
       const bool worthless = r->on_evict == OnEvict::discard || !r->live(i);
-      const int kind = worthless ? 0 : e.clean() ? 1 : 2;
-      all.push_back({{needed && !for_saving, kind, r->last_used, r->pages.size() - i}, {r.get(), i}});
+      const int kind = worthless ? 0 : r->clean(i) ? 1 : 2;
+      all.push_back({{(needed && !for_saving) || wish == Segment::Wish::waits, kind, r->last_used, r->pages.size() - i}, {r.get(), i}});
     }
   }
   std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
@@ -170,7 +197,7 @@ bool Agent::start_out() {
     e.moving = false;
   };
   try {
-    if (copy) store = store_for(ref);
+    if (copy) store = ref.region->segment ? shared_store(ref) : store_for(ref);
   } catch (const Error&) {
     unmark();
     fail_out(std::current_exception());
@@ -181,6 +208,12 @@ bool Agent::start_out() {
     victims_.push_back(ref);
     stalled_ = true;
     return false;
+  }
+  if (ref.region->segment) {
+    if (!begin_leave(ref, copy)) return unmark(), true;
+    quota_ -= 1;
+    advance_leaving();
+    return true;
   }
   try {
     pager_->begin_out(ref, copy, *store);
@@ -205,8 +238,10 @@ void Agent::fail_out(std::exception_ptr why) {
 }
 
 void Agent::finish_out() {
+  PageEntry& e = pager_->first_out().entry();
   try {
     Page page = pager_->finish_out();
+    if (std::exchange(e.owed, false)) return;  // nobody's: it is freed
     {
       std::lock_guard lock(mutex_);
       used_ -= 1;
@@ -214,7 +249,7 @@ void Agent::finish_out() {
     }
     hand_out(std::move(page));
   } catch (const Error&) {
-    missing_ += 1;
+    missing_ += !e.owed;
     note_fault(std::current_exception());
   }
   if (outgoing_.size() >= wire::kMaxFds / 2) flush_pages();
@@ -222,18 +257,19 @@ void Agent::finish_out() {
 
 void Agent::evict_now(const Region* only, bool always_copy) {
   while (!pager_->in_empty()) finish_in();
+  local_ = true;
+  always_copy_ = always_copy;
   victims_ = candidates(false);
   if (only) std::erase_if(victims_, [&](const PageRef& p) { return p.region != only; });
   victims_known_ = true;
-  always_copy_ = always_copy;
-  local_ = true;
   const std::uint64_t spare = held_ - used_;
   quota_ += victims_.size() + (only ? 0 : spare);
   try {
-    while (quota_ > 0 || !pager_->out_empty()) {
+    while (quota_ > 0 || !pager_->out_empty() || !leaving_.empty()) {
       step();
-      if (!stalled_ || !pager_->out_empty()) continue;
-      poll_once(1000);  // host memory is being grown, or asked for
+      if (!pager_->out_empty() || (!stalled_ && leaving_.empty())) continue;
+      poll_once(leaving_.empty() ? 1000 : 1);  // for host memory, or those who map the pages too
+      take_notes();
       try {
         take_messages();
       } catch (const std::system_error&) {
@@ -275,9 +311,10 @@ bool Agent::reclaim_dead() {
   return any;
 }
 
+// bytes: pinned for regions that are this process's own.
 void Agent::ask_host(std::size_t bytes, bool urgent) {
   auto m = wire::make<wire::Host>(wire::kHost);
-  m.want = bytes;
+  m.want = bytes + shared_host_;
   m.urgent = urgent;
   send(m);
 }
@@ -317,15 +354,19 @@ std::optional<Store> Agent::store_for(PageRef ref) {
     return Store{.slot = pager_->take_staging(), .place = place, .fresh_place = e.place < 0};
   }
   if (full) std::rethrow_exception(full);
+  throw host_budget_error();
+}
+
+Error Agent::host_budget_error() const {
   Error error("HostOutOfMemory",
               "this node's host budget for swapped-out pages is used up: this process has " +
-                  std::to_string(backing_->pinned_bytes() >> 20) + " MiB of it, and " +
+                  std::to_string((backing_->pinned_bytes() + shared_host_) >> 20) + " MiB of it, and " +
                   std::to_string(backing_->chunk_bytes() >> 20) +
                   " MiB more are needed. The pages stay on the device. Start the broker with a larger --host-budget, "
                   "or with a --spill-dir for the rest.");
   error.need = backing_->chunk_bytes();
   error.limit = 0;
-  throw error;
+  return error;
 }
 
 // Lets the backing store grow, in the background, to what a swap-out of everything would need.
@@ -335,7 +376,7 @@ void Agent::plan_host() {
     std::lock_guard lock(mutex_);
     if (!spill_dir_.empty() && pager_->staging_total() == 0) slots += Pager::kStaging;
     for (auto& r : regions_) {
-      if (r->on_evict != OnEvict::keep) continue;
+      if (r->on_evict != OnEvict::keep || r->segment) continue;
       for (std::size_t i = 0, n = r->used_pages(); i < n; ++i) {
         const PageEntry& e = r->pages[i];
         slots += e.state == PageState::resident && !e.has_copy() && r->live(i);
@@ -343,10 +384,17 @@ void Agent::plan_host() {
     }
   }
   const std::size_t chunks = (slots + Backing::kSlotsPerChunk - 1) / Backing::kSlotsPerChunk;
-  const std::size_t bytes = chunks * backing_->chunk_bytes();
-  if (bytes <= backing_->pinned_bytes()) return;
-  backing_->expect(slots);
-  if (bytes <= std::max(backing_->allowed(), host_told_)) return;
+  std::size_t bytes = chunks * backing_->chunk_bytes();
+  if (bytes > backing_->pinned_bytes()) backing_->expect(slots);
+  for (auto& r : shared_) {  // what a segment lacks is on top, and handed on when it is there
+    Backing& b = r->segment->backing();
+    const std::size_t all = (r->segment->used() + Backing::kSlotsPerChunk - 1) / Backing::kSlotsPerChunk;
+    if (all * b.chunk_bytes() <= b.allowed()) continue;
+    const std::size_t lacks = all * b.chunk_bytes() - b.allowed();
+    if (backing_->allowed() >= bytes + lacks && spare_host(b, all * Backing::kSlotsPerChunk)) continue;
+    bytes += lacks;
+  }
+  if (bytes <= std::max({backing_->pinned_bytes(), backing_->allowed(), host_told_})) return;
   host_told_ = bytes;
   ask_host(bytes, false);
 }
@@ -521,6 +569,9 @@ bool Agent::start_in() {
   if (room == 0) return false;
   std::vector<PageRef> run;
   std::size_t staging = pager_->staging_free();
+  auto unclaim = [](const PageRef& p) {
+    if (p.region->segment) p.region->segment->unclaim(p.index);
+  };
   while (!fill_.empty() && run.size() < std::min(room, Pager::kRun)) {
     PageRef ref = fill_.front();
     const PageEntry& e = ref.entry();
@@ -534,6 +585,11 @@ bool Agent::start_in() {
       if (staging == 0) break;
       staging -= 1;
     }
+    if (ref.region->segment && !ref.region->segment->claim(ref.index)) {  // another process was first
+      awaited_.push_back({ref, now_seconds(), 0});
+      fill_.pop_front();
+      continue;
+    }
     run.push_back(ref);
     fill_.pop_front();
   }
@@ -541,15 +597,18 @@ bool Agent::start_in() {
   std::vector<Page> physical;
   try {
     if (!obtain(physical, run.size())) {
+      for (const PageRef& p : run) unclaim(p);
       fill_.insert(fill_.begin(), run.begin(), run.end());
       return false;
     }
     while (run.size() > physical.size()) {
+      unclaim(run.back());
       fill_.push_front(run.back());
       run.pop_back();
     }
     pager_->begin_in(run, physical);
   } catch (...) {
+    for (const PageRef& p : run) unclaim(p);
     for (auto& p : physical) spare_.push_back(std::move(p));
     fail_waiters(std::current_exception());
     return false;
@@ -569,7 +628,7 @@ void Agent::finish_in() {
   Pager::Arrival a = pager_->finish_in(reason);
   std::unique_lock lock(mutex_);
   if (!a.failed) {
-    if (phase_ == Phase::active && written_locked(*a.ref.region)) a.ref.entry().mark_written();
+    if (phase_ == Phase::active && written_locked(*a.ref.region)) a.ref.region->mark_written(a.ref.index);
     return;
   }
   spare_.push_back(std::move(a.returned));

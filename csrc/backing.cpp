@@ -56,9 +56,17 @@ void prefer_node(void* p, std::size_t bytes, int node) {
 
 }  // namespace
 
-Backing::Backing(const Device& device, std::size_t page_size, std::function<void()> grown)
-    : device_(device), page_size_(page_size), grown_(std::move(grown)) {
+Backing::Backing(const Device& device, std::size_t page_size, std::function<void()> grown, Fd shared, std::size_t slots)
+    : device_(device),
+      page_size_(page_size),
+      grown_(std::move(grown)),
+      memory_(std::move(shared)),
+      shared_(static_cast<bool>(memory_)) {
   most_chunks_ = (total_host_bytes() + chunk_bytes() - 1) / chunk_bytes();
+  if (shared_) {
+    file_size_ = slots * page_size_;
+    most_chunks_ = std::min(most_chunks_, slots / kSlotsPerChunk);
+  }
   void* p = mmap(nullptr, most_chunks_ * chunk_bytes(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) throw Error("HostOutOfMemory", "no addresses are left for the backing store.");
   base_ = static_cast<char*>(p);
@@ -153,6 +161,7 @@ void Backing::pin(std::size_t chunk) {
   char* at = base_ + offset;
   auto undo = [&] {
     mmap(at, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    if (shared_) return;  // others may have contents there
     fallocate(memory_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
               static_cast<off_t>(bytes));
   };
@@ -178,6 +187,12 @@ void Backing::pin(std::size_t chunk) {
     if (r == CUDA_ERROR_OUT_OF_MEMORY) no_room(bytes, have);
     check(r, "cuMemHostRegister", std::to_string(bytes) + " bytes");
   }
+}
+
+bool Backing::there(std::size_t slot) const {
+  std::lock_guard lock(mutex_);
+  const std::size_t chunk = slot / kSlotsPerChunk;
+  return chunk < chunks_.size() && chunks_[chunk].there;
 }
 
 std::int64_t Backing::take() {

@@ -26,7 +26,9 @@ class Backing {
   static constexpr std::size_t kSlotsPerChunk = 16;
 
   // grown: called from the growing thread when a chunk is there, or could not be had.
-  Backing(const Device& device, std::size_t page_size, std::function<void()> grown);
+  // shared: a file of `slots` pages that other processes map too; slots are then told by number, never taken.
+  Backing(const Device& device, std::size_t page_size, std::function<void()> grown, Fd shared = {},
+          std::size_t slots = 0);
   ~Backing();
   Backing(const Backing&) = delete;
   Backing& operator=(const Backing&) = delete;
@@ -40,6 +42,7 @@ class Backing {
 
   std::int64_t take();  // a free slot, or -1
   void give(std::int64_t slot);
+  bool there(std::size_t slot) const;  // is it pinned
   char* address(std::int64_t slot) const { return base_ + static_cast<std::size_t>(slot) * page_size_; }
   // Why the latest growth failed (HostOutOfMemory with figures, CudaError), once; or null.
   std::exception_ptr take_failure();
@@ -63,6 +66,7 @@ class Backing {
   const std::size_t page_size_;
   const std::function<void()> grown_;
   Fd memory_;
+  const bool shared_;
   char* base_ = nullptr;
   std::size_t most_chunks_ = 0;
   std::size_t file_size_ = 0;  // the growing thread's own

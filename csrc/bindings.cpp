@@ -31,6 +31,14 @@ struct Block {
   ~Block() { region->free(ptr - region->addresses.base()); }
 };
 
+// A range of a region that another process allocated in; keeps the addresses.
+struct RegionView {
+  std::shared_ptr<Region> region;
+  CUdeviceptr ptr = 0;
+  std::size_t size = 0;
+  bool host_addressable = false;
+};
+
 // A block that is freed in stream order.
 struct StreamBlock {
   std::shared_ptr<StreamCache> cache;
@@ -72,6 +80,7 @@ py::dict to_dict(const AgentStats& s) {
     e["evicted_bytes"] = r.evicted;
     e["spilled_bytes"] = r.spilled;
     e["discarded_bytes"] = r.discarded;
+    e["borrowed_bytes"] = r.borrowed;
     e["swapped_out_bytes"] = r.counters.out();
     e["written_back_bytes"] = r.counters.out_written_back;
     e["swapped_in_bytes"] = r.counters.in();
@@ -192,7 +201,26 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("base", [](const Region& r) { return r.addresses.base(); })
       .def_property_readonly("size", [](const Region& r) { return r.addresses.size(); })
       .def_property_readonly("live_bytes", &Region::live_bytes)
-      .def("contains", &Region::contains, py::arg("ptr"));
+      .def("contains", &Region::contains, py::arg("ptr"))
+      .def_readonly("read_only", &Region::read_only)
+      .def_property_readonly("shared", [](const Region& r) { return r.segment != nullptr; })
+      .def_property_readonly("generation",
+                             [](const Region& r) { return r.segment ? r.segment->generation() : std::uint64_t{0}; })
+      .def(
+          "published",
+          [](const Region& r) {
+            const Segment::Published p = r.segment->published();
+            return std::make_tuple(p.generation, py::bytes(p.meta));
+          },
+          "Of a shared region: the latest generation, and what publish() said of it.");
+
+  py::class_<RegionView>(m, "RegionView", py::buffer_protocol(), "A range of a region's addresses.")
+      .def_readonly("ptr", &RegionView::ptr)
+      .def_readonly("size", &RegionView::size)
+      .def_buffer([](RegionView& v) {
+        if (!v.host_addressable) throw py::buffer_error("this device's memory cannot be addressed by the host");
+        return py::buffer_info(reinterpret_cast<unsigned char*>(v.ptr), static_cast<py::ssize_t>(v.size));
+      });
 
   py::class_<SwapSpan>(m, "SwapSpan", "One page's swap; times are CLOCK_MONOTONIC seconds, bytes those copied.")
       .def_readonly("out", &SwapSpan::out)
@@ -334,6 +362,38 @@ PYBIND11_MODULE(_core, m) {
           "evict",
           [](Agent& a, std::optional<std::shared_ptr<Region>> region) { return a.evict(region.value_or(nullptr)); },
           py::arg("region"), Released(), "Swap a region out (None: all) and give its pages to the bank; bytes given.")
+      .def("share", &Agent::share, py::arg("region"), Released(),
+           "Let other processes map the region's pages; returns what open_shared() takes.")
+      .def(
+          "open_shared",
+          [](Agent& a, const std::string& id, const std::string& name, bool writable) {
+            auto r = a.open_shared(id, name, writable);
+            torch_allocator::add(r);
+            return r;
+          },
+          py::arg("id"), py::arg("name"), py::arg("writable"), Released())
+      .def(
+          "publish",
+          [](Agent& a, const std::shared_ptr<Region>& region, const std::string& meta, std::uintptr_t stream) {
+            a.publish(region, meta, reinterpret_cast<CUstream>(stream));
+          },
+          py::arg("region"), py::arg("meta"), py::arg("stream"), Released(),
+          "A new generation of a shared region, complete once the stream's work is done.")
+      .def(
+          "wait_published",
+          [](Agent& a, const std::shared_ptr<Region>& region, std::uintptr_t stream) {
+            a.wait_published(region, reinterpret_cast<CUstream>(stream));
+          },
+          py::arg("region"), py::arg("stream"), Released(),
+          "What is submitted to the stream next comes after the work of the latest publish().")
+      .def(
+          "view",
+          [](const Agent& a, const std::shared_ptr<Region>& r, std::size_t offset, std::size_t bytes) {
+            if (offset > r->addresses.size() || bytes > r->addresses.size() - offset)
+              throw py::value_error("outside of the region");
+            return RegionView{r, r->at(0) + offset, bytes, a.device().host_addressable()};
+          },
+          py::arg("region"), py::arg("offset"), py::arg("bytes"), "Addresses of a region, resident or not.")
       .def("trim_host", &Agent::trim_host, Released())
       .def("stats", [](Agent& a) { return to_dict(a.stats()); })
       .def("spans", &Agent::spans, Released())

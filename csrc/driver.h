@@ -23,7 +23,8 @@ namespace pymux {
   X(cuMemUnmap) X(cuMemSetAccess) X(cuMemExportToShareableHandle)                                  \
   X(cuMemImportFromShareableHandle) X(cuMemHostRegister) X(cuMemHostUnregister)                    \
   X(cuMemsetD8Async) X(cuMemHostAlloc) X(cuMemFreeHost) X(cuModuleLoadData) X(cuModuleUnload)      \
-  X(cuModuleGetFunction) X(cuLaunchKernel) X(cuThreadExchangeStreamCaptureMode)
+  X(cuModuleGetFunction) X(cuLaunchKernel) X(cuThreadExchangeStreamCaptureMode)            \
+  X(cuIpcGetEventHandle) X(cuIpcOpenEventHandle) X(cuStreamWaitEvent)
 // clang-format on
 
 struct Driver {

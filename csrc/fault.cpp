@@ -52,7 +52,7 @@ void handler(int sig, siginfo_t* info, void* context) {
 
 }  // namespace
 
-void watch(CUdeviceptr base, std::size_t size, const std::string& job, const std::string& region) {
+void watch(CUdeviceptr base, std::size_t size, const std::string& job, const std::string& region, bool read_only) {
   std::lock_guard lock(ranges_mutex);
   if (!installed) {
     struct sigaction a{};
@@ -69,8 +69,9 @@ void watch(CUdeviceptr base, std::size_t size, const std::string& job, const std
     std::snprintf(r.text, sizeof r.text,
                   "\npymux: RegionNotResident: job '%s' touched region '%s' while its pages were not on the device. "
                   "Use the region's tensors inside 'with mux.phase(...)' with '%s' in uses=, or read them with "
-                  "mux.to_host(tensor). PYMUX_CHECK=1 raises an exception at the line that did it.\n",
-                  job.c_str(), region.c_str(), region.c_str());
+                  "mux.to_host(tensor). PYMUX_CHECK=1 raises an exception at the line that did it.%s\n",
+                  job.c_str(), region.c_str(), region.c_str(),
+                  read_only ? " Or the access wrote it: it was opened to be read; open_shared(writable=True)." : "");
     r.size.store(size, std::memory_order_relaxed);
     r.base.store(base, std::memory_order_release);
     return;

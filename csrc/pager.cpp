@@ -52,6 +52,7 @@ void Pager::note(bool out, bool background, double begin, std::uint64_t bytes) {
 
 bool Pager::needs_copy(PageRef ref, bool always_copy) {
   const PageEntry& e = ref.entry();
+  if (ref.region->segment) return !ref.region->clean(ref.index);
   return ref.region->live(ref.index) && (always_copy || (ref.region->on_evict == OnEvict::keep && !e.clean()));
 }
 
@@ -59,9 +60,9 @@ bool Pager::needs_copy(PageRef ref, bool always_copy) {
 
 void Pager::copy_out(Flight& f, const Stream& stream) {
   const Region& r = *f.ref.region;
+  char* to = f.store.shared ? r.segment->address(f.ref.index) : backing_.address(f.store.slot);
   for (const Range& piece : r.pieces(f.ref.index)) {
-    check(cu().cuMemcpyDtoHAsync(backing_.address(f.store.slot) + piece.offset, r.at(f.ref.index) + piece.offset,
-                                 piece.size, stream.get()),
+    check(cu().cuMemcpyDtoHAsync(to + piece.offset, r.at(f.ref.index) + piece.offset, piece.size, stream.get()),
           "cuMemcpyDtoHAsync", "swapping out region '" + r.name + "'");
     f.bytes += piece.size;
   }
@@ -117,6 +118,7 @@ void Pager::begin_out(PageRef ref, bool copy, Store store) {
     undo(f, out_stream_);
     std::lock_guard lock(table_);
     e.moving = false;
+    if (ref.region->segment) ref.region->segment->abort_leave(ref.index);
     throw;
   }
 }
@@ -148,12 +150,20 @@ Page Pager::finish_out() {
     if (f.copied) undo(f, out_stream_);
     std::lock_guard lock(table_);
     e.moving = false;
+    if (r.segment) r.segment->abort_leave(f.ref.index);
     throw;
   }
   if (f.done) events_.push_back(std::move(f.done));
   // Nothing can fail any more.
   std::lock_guard lock(table_);
   e.moving = false;
+  if (r.segment) {
+    e.state = PageState::absent;
+    r.segment->departed(f.ref.index);
+    (f.copied ? r.counters.out_demand : r.counters.avoided_clean) += r.page_size;
+    note(true, false, f.begin, f.bytes);
+    return std::move(e.page);
+  }
   const bool allocated = r.allocated(f.ref.index), live = r.live(f.ref.index);
   if (f.copied) {
     adopt(f);
@@ -249,7 +259,9 @@ void Pager::begin_in(const std::vector<PageRef>& run, std::vector<Page>& physica
   try {
     for (Flight& f : flights) {
       const PageEntry& e = f.ref.entry();
-      if (e.state == PageState::evicted && e.slot >= 0) {
+      if (r.segment) {
+        if (r.segment->at(f.ref.index).copied) copy_in(f, r.segment->address(f.ref.index));
+      } else if (e.state == PageState::evicted && e.slot >= 0) {
         copy_in(f, backing_.address(e.slot));
       } else if (e.state == PageState::discarded && poison_) {
         check(cu().cuMemsetD8Async(r.at(f.ref.index), 0xff, r.page_size, in_stream_.get()), "cuMemsetD8Async");
@@ -307,6 +319,7 @@ Pager::Arrival Pager::finish_in(Reason reason) {
     if (f.request) start_copy_in(f);
     if (f.error) std::rethrow_exception(f.error);
     if (f.copied) f.done.synchronize();
+    if (f.ref.region->read_only) set_access(device_, f.ref.region->at(f.ref.index), f.ref.region->page_size, true);
   } catch (...) {
     a.failed = std::current_exception();
     in_stream_.quiesce();
@@ -315,6 +328,7 @@ Pager::Arrival Pager::finish_in(Reason reason) {
     e.moving = false;
     e.mapping = Mapping();
     a.returned = std::move(e.page);
+    if (f.ref.region->segment) f.ref.region->segment->unclaim(f.ref.index);
     return a;
   }
   if (f.store.slot >= 0) staging_.push_back(f.store.slot);
@@ -322,7 +336,10 @@ Pager::Arrival Pager::finish_in(Reason reason) {
   Region& r = *f.ref.region;
   std::lock_guard lock(table_);
   e.moving = false;
-  if (e.state != PageState::evicted) e.mark_written();
+  if (r.segment)
+    r.segment->arrived(f.ref.index);
+  else if (e.state != PageState::evicted)
+    e.mark_written();
   e.state = PageState::resident;
   (reason == Reason::demand     ? r.counters.in_demand
    : reason == Reason::prefetch ? r.counters.in_prefetched
@@ -350,6 +367,10 @@ void Pager::advance() {
 void Pager::read(PageRef ref, std::size_t offset, std::size_t bytes, void* to) {
   const PageEntry& e = ref.entry();  // only this thread changes it
   const Region& r = *ref.region;
+  if (r.segment && e.state != PageState::resident) {
+    std::memcpy(to, r.segment->address(ref.index) + offset, bytes);
+    return;
+  }
   switch (e.state) {
     case PageState::resident:
       check(cu().cuMemcpyDtoHAsync(to, r.at(ref.index) + offset, bytes, low_stream_.get()), "cuMemcpyDtoHAsync");

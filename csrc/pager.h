@@ -27,6 +27,7 @@ struct PageRef {
 struct Store {
   std::int64_t slot = -1, place = -1;
   bool fresh_slot = false, fresh_place = false;  // taken for this copy: given back if it fails
+  bool shared = false;                           // in the segment's memory
 };
 
 struct SwapSpan {  // one page's move, for timelines; times are CLOCK_MONOTONIC seconds
@@ -70,6 +71,7 @@ class Pager {
   // Waits for the oldest swap-out, unmaps, and gives the physical page. On an error the page is
   // resident as before, and the error is thrown.
   Page finish_out();
+  PageRef first_out() const { return out_.front().ref; }  // that finish_out() is about
 
   // Starts bringing in a run of adjacent pages of one region with these physical pages. On an
   // error nothing changed and `physical` is whole again.

@@ -66,12 +66,21 @@ void Region::retag(std::uint32_t from, std::uint32_t to) {
   arena_.retag(from, to);
 }
 
+void Region::mark_written(std::size_t page) {
+  pages[page].mark_written();
+  if (segment) segment->wrote(page);
+}
+
+bool Region::clean(std::size_t page) const { return segment ? segment->at(page).copied : pages[page].clean(); }
+
 bool Region::allocated(std::size_t page) const {
+  if (joined) return page < segment->used() && segment->at(page).where != Segment::Where::empty;
   std::lock_guard lock(mutex_);
   return arena_.any_live(page * page_size, page_size);
 }
 
 bool Region::live(std::size_t page) const {
+  if (segment) return page < segment->used() && segment->at(page).where != Segment::Where::empty;
   std::lock_guard lock(mutex_);
   return arena_.any_live(page * page_size, page_size) && (!live_ || !pieces_locked(page).empty());
 }
@@ -82,7 +91,7 @@ std::vector<Range> Region::pieces(std::size_t page) const {
 }
 
 std::vector<Range> Region::pieces_locked(std::size_t page) const {
-  if (!live_) return {{0, page_size}};
+  if (!live_ || segment) return {{0, page_size}};
   const std::size_t begin = page * page_size, end = begin + page_size;
   std::vector<Range> out;
   auto it = std::lower_bound(live_->begin(), live_->end(), begin,
@@ -97,11 +106,13 @@ std::vector<Range> Region::pieces_locked(std::size_t page) const {
 }
 
 std::size_t Region::used_pages() const {
+  if (joined) return segment->used();
   std::lock_guard lock(mutex_);
   return (arena_.extent() + page_size - 1) / page_size;
 }
 
 std::size_t Region::live_bytes() const {
+  if (joined) return segment->used() * page_size;
   std::lock_guard lock(mutex_);
   return arena_.live_bytes();
 }

@@ -17,6 +17,7 @@
 
 #include "arena.h"
 #include "fingerprint.h"
+#include "segment.h"
 #include "vmm.h"
 
 namespace pymux {
@@ -34,6 +35,7 @@ struct PageEntry {
   bool dirty = false;         // the copy, if any, does not have the current contents
   bool moving = false;        // on its way in or out: not to be used
   bool saving = false;        // being written back: usable, not to be unmapped
+  bool owed = false;          // shared, and the broker counts it for another process
   bool proven = false;        // clean because its fingerprint did not change
   std::uint32_t version = 0;  // of the contents, as far as known: grows with every mark of writing
   Page page;                  // both set exactly when resident (or arriving)
@@ -84,6 +86,11 @@ class Region {
   std::vector<PageEntry> pages;
   RegionCounters counters;
   std::uint64_t last_used = 0;  // stamp of the last phase that used it
+  // Where other processes map the pages too: set once, with its pages' entries. Then a page is resident or
+  // absent here, and the segment says where its contents are.
+  std::shared_ptr<Segment> segment;
+  bool joined = false;     // another process made the segment, and allocates in it
+  bool read_only = false;  // joined to be read
 
   CUdeviceptr at(std::size_t page) const { return addresses.base() + page * page_size; }
   bool contains(CUdeviceptr p) const { return p - addresses.base() < addresses.size(); }
@@ -91,6 +98,8 @@ class Region {
   std::int64_t allocate(std::size_t bytes, std::uint32_t tag = 0);  // tags: see Arena
   bool free(std::size_t offset, std::uint32_t tag = 0);
   void retag(std::uint32_t from, std::uint32_t to);
+  void mark_written(std::size_t page);
+  bool clean(std::size_t page) const;                 // is there a copy of its contents
   bool allocated(std::size_t page) const;             // has the page any allocated block
   bool live(std::size_t page) const;                  // and any of it contents that must survive
   std::vector<Range> pieces(std::size_t page) const;  // of the page that must survive

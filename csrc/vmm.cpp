@@ -125,12 +125,17 @@ void Device::make_current() const {
   check(cu().cuThreadExchangeStreamCaptureMode(&mode), "cuThreadExchangeStreamCaptureMode");
 }
 
-void Device::synchronize() const {
-  check(cu().cuCtxPushCurrent(context_), "cuCtxPushCurrent");
-  CUresult r = cu().cuCtxSynchronize();
+void Device::enter() const { check(cu().cuCtxPushCurrent(context_), "cuCtxPushCurrent"); }
+
+void Device::exit() {
   CUcontext popped = nullptr;
   cu().cuCtxPopCurrent(&popped);
-  check(r, "cuCtxSynchronize", "work submitted before the end of the phase failed");
+}
+
+void Device::synchronize() const {
+  in_context([] {
+    check(cu().cuCtxSynchronize(), "cuCtxSynchronize", "work submitted before the end of the phase failed");
+  });
 }
 
 Page Page::create(const Device& device, std::size_t size, bool exportable) {
@@ -188,9 +193,14 @@ void Mapping::unmap() {
   at_ = 0;
 }
 
-void set_access(const Device& device, CUdeviceptr at, std::size_t size) {
+void set_access(const Device& device, CUdeviceptr at, std::size_t size, bool read_only) {
   CUmemAccessDesc d{};
   d.location = device.prop().location;
+  if (read_only) {
+    d.flags = CU_MEM_ACCESS_FLAGS_PROT_READ;
+    const CUresult r = cu().cuMemSetAccess(at, size, &d, 1);
+    if (r != CUDA_ERROR_NOT_SUPPORTED && r != CUDA_ERROR_INVALID_VALUE) return check(r, "cuMemSetAccess");
+  }
   d.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
   check(cu().cuMemSetAccess(at, size, &d, 1), "cuMemSetAccess", std::to_string(size) + " bytes at " + hex(at));
 }
@@ -218,6 +228,26 @@ Event Event::create() {
   check(cu().cuEventCreate(&e.event_, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
   return e;
 }
+
+Event Event::create_interprocess() {
+  Event e;
+  check(cu().cuEventCreate(&e.event_, CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS), "cuEventCreate");
+  return e;
+}
+
+Event Event::open(const CUipcEventHandle& handle) {
+  Event e;
+  check(cu().cuIpcOpenEventHandle(&e.event_, handle), "cuIpcOpenEventHandle");
+  return e;
+}
+
+CUipcEventHandle Event::ipc_handle() const {
+  CUipcEventHandle h{};
+  check(cu().cuIpcGetEventHandle(&h, event_), "cuIpcGetEventHandle");
+  return h;
+}
+
+void Event::make_wait(CUstream stream) const { check(cu().cuStreamWaitEvent(stream, event_, 0), "cuStreamWaitEvent"); }
 
 Event::~Event() {
   if (event_) give_back([x = event_] { return cu().cuEventDestroy(x); });

@@ -64,6 +64,17 @@ class Device {
   // For a thread of our own: its calls do not end a capture (mode global) that another thread has begun.
   void make_current() const;
   void synchronize() const;  // all work of the context; from any thread
+  template <class F>
+  void in_context(F&& work) const {  // with the context current for so long, whatever the thread's is
+    enter();
+    try {
+      work();
+    } catch (...) {
+      exit();
+      throw;
+    }
+    exit();
+  }
 
  private:
   int ordinal_ = 0;
@@ -72,6 +83,8 @@ class Device {
   std::size_t total_ = 0, granularity_ = 0;
   bool can_export_ = false, host_addressable_ = false;
   int host_numa_node_ = -1;
+  void enter() const;
+  static void exit();
   CUcontext context_ = nullptr;
 };
 
@@ -132,7 +145,8 @@ class Mapping {
   std::size_t size_ = 0;
 };
 
-void set_access(const Device& device, CUdeviceptr at, std::size_t size);
+// read_only: where the driver knows such access; else it may be written too.
+void set_access(const Device& device, CUdeviceptr at, std::size_t size, bool read_only = false);
 
 class Stream {
  public:
@@ -153,6 +167,9 @@ class Event {
  public:
   Event() = default;  // none
   static Event create();
+  static Event create_interprocess();
+  static Event open(const CUipcEventHandle& handle);  // of another process
+  CUipcEventHandle ipc_handle() const;
   Event(Event&& o) noexcept : event_(std::exchange(o.event_, nullptr)) {}
   Event& operator=(Event&& o) noexcept {
     std::swap(event_, o.event_);
@@ -161,6 +178,7 @@ class Event {
   ~Event();
   void record(const Stream& stream) { record(stream.get()); }
   void record(CUstream stream);  // of others, such as torch's
+  void make_wait(CUstream stream) const;  // what is submitted to it next comes after the last record()
   bool done() const;             // also when asking fails: synchronize() then says why
   void synchronize() const;
   explicit operator bool() const { return event_ != nullptr; }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['Agent', 'Block', 'Device', 'PhaseRequest', 'Region', 'StreamBlock', 'SwapSpan', 'device_count', 'driver_version', 'load_driver', 'measure_link', 'torch_empty_cache', 'torch_enter', 'torch_install', 'torch_last_error', 'torch_leave', 'torch_reset_peak', 'torch_stats', 'wire_layout']
+__all__: list[str] = ['Agent', 'Block', 'Device', 'PhaseRequest', 'Region', 'RegionView', 'StreamBlock', 'SwapSpan', 'device_count', 'driver_version', 'load_driver', 'measure_link', 'torch_empty_cache', 'torch_enter', 'torch_install', 'torch_last_error', 'torch_leave', 'torch_reset_peak', 'torch_stats', 'wire_layout']
 class Device:
     """
     Facts about a device. Holds its primary context while alive.
@@ -52,11 +52,18 @@ class Region:
     """
     def contains(self, ptr: typing.SupportsInt | typing.SupportsIndex) -> bool:
         ...
+    def published(self) -> tuple[int, bytes]:
+        """
+        Of a shared region: the latest generation, and what publish() said of it.
+        """
     @property
     def base(self) -> int:
         ...
     @property
     def fingerprint(self) -> bool:
+        ...
+    @property
+    def generation(self) -> int:
         ...
     @property
     def live_bytes(self) -> int:
@@ -66,6 +73,22 @@ class Region:
         ...
     @property
     def on_evict(self) -> str:
+        ...
+    @property
+    def read_only(self) -> bool:
+        ...
+    @property
+    def shared(self) -> bool:
+        ...
+    @property
+    def size(self) -> int:
+        ...
+class RegionView:
+    """
+    A range of a region's addresses.
+    """
+    @property
+    def ptr(self) -> int:
         ...
     @property
     def size(self) -> int:
@@ -125,9 +148,15 @@ class Agent:
         """
         Wait for this process's device work, then park or return the lease. end=False: the phase goes on later, in `back` seconds if that is known.
         """
+    def open_shared(self, id: str, name: str, writable: bool) -> Region:
+        ...
     def pressed(self) -> bool:
         """
         Whether the phase should give way at its next yield point.
+        """
+    def publish(self, region: Region, meta: str, stream: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        A new generation of a shared region, complete once the stream's work is done.
         """
     def read(self, region: Region, ptr: typing.SupportsInt | typing.SupportsIndex, to: typing_extensions.Buffer) -> None:
         """
@@ -141,6 +170,10 @@ class Agent:
         """
         Only these (offset, bytes) of the region, and later allocations, must survive an eviction; None: all.
         """
+    def share(self, region: Region) -> str:
+        """
+        Let other processes map the region's pages; returns what open_shared() takes.
+        """
     def spans(self) -> list[SwapSpan]:
         ...
     def stats(self) -> dict[str, typing.Any]:
@@ -151,6 +184,14 @@ class Agent:
         """
     def trim_host(self) -> int:
         ...
+    def view(self, region: Region, offset: typing.SupportsInt | typing.SupportsIndex, bytes: typing.SupportsInt | typing.SupportsIndex) -> RegionView:
+        """
+        Addresses of a region, resident or not.
+        """
+    def wait_published(self, region: Region, stream: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        What is submitted to the stream next comes after the work of the latest publish().
+        """
     @property
     def active(self) -> bool:
         ...

@@ -19,6 +19,7 @@ from pymux import _core, calibrate, config
 from pymux.errors import ConfigError, FrozenRegion, RegionError, UnknownRegion
 from pymux.phase import Entry, Phase, PhaseOptions
 from pymux.region import Region
+from pymux.shared import SharedRegion, segment_of
 
 OnEvict = Literal["keep", "discard"]
 Swap = Literal["demand", "snapshot"]
@@ -220,13 +221,44 @@ class Mux:
                 raise RegionError(f"track={track!r}: use 'phases' or 'fingerprint'.")
             at = 0 if device is None else self.ordinals.index(device)
             core = self._agents[at].create_region(name, on_evict != "discard", track == "fingerprint", bool(frozen))
-            region = self._regions[name] = Region(self, core, at, frozen=bool(frozen))
-            self._entries.clear()
-            self._epoch += 1
+            region = Region(self, core, at, frozen=bool(frozen))
+            self._add(region)
         for option, asked in (("on_evict", on_evict), ("frozen", frozen), ("track", track), ("device", device)):
             if asked is not None and getattr(region, option) != asked:
                 raise RegionError(f"region {name!r} exists with {option}={getattr(region, option)!r}, not {asked!r}.")
         return region
+
+    def open_shared(
+        self, token: str, *, name: str | None = None, writable: bool = False, device: int | None = None
+    ) -> SharedRegion:
+        """Map a region that another process of this node shares: the same memory, at this process's addresses.
+
+        Args:
+            token: what `Region.share` returned there.
+            name: of the region here; default its name there.
+            writable: False: an access that writes it is an error, as far as the driver can make it one; phases do
+                not count it among what they write.
+            device: ordinal of the device that it is on; default the first.
+
+        Returns:
+            The region; name it in ``uses`` of phases.
+
+        Raises:
+            ConfigError: `token` is none.
+            RegionError: nobody has it any more, it is on another device, or this process has a region of that name.
+        """
+        if device is not None and device not in self.ordinals:
+            raise RegionError(f"device={device!r}: this process uses {self.ordinals}.")
+        at = 0 if device is None else self.ordinals.index(device)
+        core = self._agents[at].open_shared(segment_of(token), name or "", writable)
+        region = SharedRegion(self, core, at, frozen=not writable)
+        self._add(region)
+        return region
+
+    def _add(self, region: Region) -> None:
+        self._regions[region.name] = region
+        self._entries.clear()
+        self._epoch += 1
 
     @property
     def regions(self) -> dict[str, Region]:

@@ -13,6 +13,8 @@ from pymux.errors import RegionError
 if TYPE_CHECKING:
     from pymux.mux import Mux
 
+TOKEN_PREFIX = "pymux-region:"  # of what share() returns, before the segment's id
+
 
 class Region:
     """A named part of the device's memory whose pages come and go, at fixed addresses.
@@ -101,6 +103,69 @@ class Region:
             ContentsLost: the pages were discarded.
         """
         self.agent.read(self.core, ptr, to)
+
+    # ---- sharing with other processes ----------------------------------------------------------
+
+    def share(self, what: Any = None) -> str:
+        """Let other processes of this node map the region's memory, without a copy.
+
+        Its pages stay on the device once, whoever uses them, and move out once, when nobody does. Takes a lease
+        where no phase is open. What is allocated in the region later is shared too.
+
+        Args:
+            what: a module, or a mapping of names to tensors, that are in the region: others get them as
+                `SharedRegion.tensors`. None: others get addresses.
+
+        Returns:
+            A token for `Mux.open_shared`, good as long as a process has the region open; plain text, for a queue or
+            an environment variable.
+
+        Raises:
+            DriverError: the driver cannot export memory.
+            RegionError: its contents need not survive, or are tracked by fingerprints; or a tensor is elsewhere.
+        """
+        with self.mux._lease_for(self.name, "share"):  # noqa: SLF001
+            segment = self.agent.share(self.core)
+            if what is not None or self.generation == 0:
+                self.publish(what)
+        return f"{TOKEN_PREFIX}{segment}"
+
+    def publish(self, what: Any = None, *, stream: int | None = None) -> int:
+        """Say, in the phase that wrote a shared region, that it has a new generation of contents.
+
+        Args:
+            what: as of `share`; None: the tensors are where they were.
+            stream: the ``CUstream`` that has the work, as an integer; default torch's current one.
+
+        Returns:
+            The generation, from 1.
+
+        Raises:
+            LeaseError: no phase is open.
+            RegionError: the region is not shared, or open here to be read.
+        """
+        if not self.core.shared or self.core.read_only:
+            raise RegionError(
+                f"region {self.name!r} is not shared: region.share() does that."
+                if not self.core.shared
+                else f"region {self.name!r} was opened to be read: open_shared(token, writable=True) lets it be written."
+            )
+        if what is not None:
+            meta = self.mux._torch_integration().describe(self, what)  # noqa: SLF001
+        else:
+            meta = self.core.published()[1].decode()
+        self.agent.publish(self.core, meta, self._stream(stream))
+        return self.generation
+
+    @property
+    def generation(self) -> int:
+        """How many times a shared region was published; 0 for others."""
+        return self.core.generation
+
+    def _stream(self, stream: int | None) -> int:
+        if stream is not None or "torch" not in sys.modules:
+            return stream or 0
+        return int(self.mux._torch_integration().current_stream(self))  # noqa: SLF001
 
     @contextlib.contextmanager
     def serving_torch_allocator(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pymux import _core, config
 from pymux.errors import DriverError, FrozenRegion, RegionError, RegionNotResident
+from pymux.integrations import shared
 from pymux.mux import Mux
 from pymux.region import Region
 
@@ -166,6 +167,20 @@ class Integration:
     def state_dict(self, mux: Mux, what: Any) -> Any:
         """See Mux.state_dict."""
         return tree_map(lambda x: self.to_host(mux, x) if isinstance(x, torch.Tensor) else x, what.state_dict())
+
+    def describe(self, region: Region, what: Any) -> str:
+        """Tensors of a shared region, as other processes are told."""
+        return shared.describe(region, what)
+
+    def rebuild(self, region: Region, text: str) -> dict[str, torch.Tensor]:
+        """Tensors of a region that another process has described."""
+        return shared.rebuild(region, text, self._device_of(region))
+
+    def current_stream(self, region: Region) -> int:
+        """The handle of torch's current stream on a region's device; 0 for tensors on the host."""
+        if self.device.type == "cpu":
+            return 0
+        return int(torch.cuda.current_stream(self._device_of(region)).cuda_stream)
 
     @contextlib.contextmanager
     def stream(self, priority: int) -> Iterator[None]:

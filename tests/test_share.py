@@ -1,0 +1,370 @@
+"""Regions that several processes map: one copy on the device, one in host memory, whoever comes and goes."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from tests.conftest import PAGE, hear, say
+
+PROCESS = """
+mux = pymux.connect(os.environ["NAME"])
+pages = int(os.environ.get("PAGES", 0))
+own = mux.region("own")
+own_pages = int(os.environ.get("OWN", 0))
+if own_pages:
+    with mux.phase("init", uses=("own",)):
+        mine = own.allocate(own_pages * PAGE)
+        fill(mine, 77)
+byte = int(os.environ.get("BYTE", 0))
+token = os.environ.get("TOKEN")
+if token:
+    shared = mux.open_shared(token, writable="WRITABLE" in os.environ)
+    address, size = shared.base, pages * PAGE
+else:
+    shared = mux.region("weights")
+    with mux.phase("fill", uses=("weights",)):
+        block = shared.allocate(pages * PAGE)
+        fill(block, byte)
+    address, size = block.ptr, block.size
+    token = shared.share()
+say(token)
+
+def contents():
+    got = ctypes.string_at(address, size)
+    return str(got[0]) if got == got[:1] * size else "torn"
+
+for order, _, argument in ((line.partition(" ")) for line in iter(hear, "")):
+    try:
+        if order == "write":
+            with mux.phase("train", uses=("weights",)):
+                ctypes.memset(address, int(argument), size)
+                answer = shared.publish()
+            say(answer)
+        elif order == "read":
+            with mux.phase("rollout"):
+                if own_pages:
+                    check(mine, 77)
+                answer = contents()
+            say(answer)
+        elif order == "peek":
+            buffer = bytearray(size)
+            shared.read(address, buffer)
+            say(str(buffer[0]) if buffer == buffer[:1] * size else "torn")
+        elif order == "hold":
+            with mux.phase("rollout"):
+                say(contents())
+                hear()
+                after = contents()
+            say(after)
+        elif order == "own":
+            with mux.phase("own", uses=("own",)):
+                check(mine, 77)
+            say("checked")
+        elif order == "evict":
+            say(mux.evict())
+        elif order == "poke":
+            with mux.phase("rollout"):
+                ctypes.memset(address, 1, 1)
+            say("written")
+        elif order == "stats":
+            s = mux.stats()
+            say(json.dumps(s))
+        elif order == "close":
+            mux.close()
+            say("closed")
+    except pymux.PymuxError as e:
+        say(f"{type(e).__name__}: {e}")
+"""
+
+
+def writer(node, pages, byte=3, **env):
+    p = node.start(PROCESS, NAME="trainer", PAGES=str(pages), BYTE=str(byte), **env)
+    return p, hear(p)
+
+
+def reader(node, token, pages, name="sampler", **env):
+    p = node.start(PROCESS, NAME=name, PAGES=str(pages), TOKEN=token, **env)
+    assert hear(p) == token
+    return p
+
+
+def order(p, text):
+    say(p, text)
+    return hear(p)
+
+
+def stats(p):
+    return json.loads(order(p, "stats"))
+
+
+def moved(*processes):
+    """Bytes of the shared region that these processes have copied, in either direction."""
+    regions = [stats(p)["regions"]["weights"] for p in processes]
+    return sum(r["swapped_out_bytes"] + r["swapped_in_bytes"] for r in regions)
+
+
+def test_generations_reach_the_reader_and_nothing_is_copied(node_factory):
+    node = node_factory("32M")
+    w, token = writer(node, pages=8)
+    r = reader(node, token, pages=8)
+    assert order(r, "read") == "3"
+    for generation in range(2, 7):
+        assert order(w, f"write {generation}") == str(generation)
+        assert order(r, "read") == str(generation)
+    assert moved(w, r) == 0
+    held = [c["pages_held"] for c in node.status()["clients"]]
+    assert sum(held) == 8, "on the device once"
+    assert stats(r)["regions"]["weights"]["borrowed_bytes"] == 8 * PAGE
+
+
+def test_a_shared_page_leaves_once_and_comes_back_to_who_needs_it(node_factory):
+    node = node_factory("32M")  # 16 pages
+    w, token = writer(node, pages=8)
+    r = reader(node, token, pages=8)
+    other = node.start(PROCESS, NAME="other", PAGES="14")
+    assert hear(other)
+    assert order(w, "write 9") == "2"
+    assert order(r, "read") == "9"
+    before = moved(w, r)
+    assert order(other, "read") == "0"  # 14 of 16 pages: 6 of the shared ones leave, by agreement
+    assert moved(w, r) - before == 6 * PAGE, "out once, though two map them"
+    assert order(r, "read") == "9"  # and come back here
+    assert moved(w, r) - before == 2 * 6 * PAGE
+    assert stats(w)["pages_held"] + stats(r)["pages_held"] == 8
+    assert order(w, "write 4") == "3"
+    assert moved(w, r) - before == 2 * 6 * PAGE, "the writer maps what the reader brought in"
+    assert order(r, "read") == "4"
+
+
+def test_pages_that_a_running_phase_maps_stay(node_factory):
+    node = node_factory("32M")
+    w, token = writer(node, pages=8)
+    r = reader(node, token, pages=8)
+    assert order(r, "hold") == "3"
+    assert order(w, "evict") == "0", "by agreement of all who map them"
+    assert stats(w)["regions"]["weights"]["resident_bytes"] == 8 * PAGE
+    assert order(r, "go on") == "3"
+    assert order(w, "evict") == str(8 * PAGE)
+    assert stats(r)["regions"]["weights"]["borrowed_bytes"] == 0
+    assert order(r, "read") == "3"
+
+
+def test_the_writer_may_end_and_the_next_reader_still_finds_the_base_model(node_factory):
+    node = node_factory("32M")
+    w, token = writer(node, pages=8, byte=5)
+    first = reader(node, token, pages=8, name="first")
+    assert order(first, "read") == "5"
+    assert order(w, "close") == "closed"
+    assert order(first, "read") == "5"
+    second = reader(node, token, pages=8, name="second", OWN="2")
+    assert order(second, "read") == "5"
+    assert order(first, "close") == "closed"
+    assert order(second, "read") == "5"
+
+
+def test_a_killed_carrier_leaves_its_pages_to_who_maps_them(node_factory):
+    node = node_factory("32M")
+    w, token = writer(node, pages=8, byte=6)
+    r = reader(node, token, pages=8)
+    assert order(r, "hold") == "6"
+    w.send_signal(signal.SIGKILL)
+    w.wait()
+    time.sleep(0.6)
+    assert order(r, "go on") == "6"
+    node.until(lambda s: len(s["clients"]) == 1)
+    deadline = time.monotonic() + 10
+    while stats(r)["regions"]["weights"]["borrowed_bytes"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    s = stats(r)["regions"]["weights"]
+    assert s["borrowed_bytes"] == 0, "what nobody counts leaves the device"
+    assert s["evicted_bytes"] == 8 * PAGE
+    assert order(r, "read") == "6"
+    assert stats(r)["pages_held"] == 8
+
+
+def test_what_only_the_dead_one_had_is_an_error_and_not_old_contents(node_factory):
+    node = node_factory("32M")
+    w, token = writer(node, pages=4)
+    r = reader(node, token, pages=4, OWN="1")
+    w.send_signal(signal.SIGKILL)
+    w.wait()
+    answer = order(r, "read")
+    assert answer.startswith("ContentsLost") and "Share it anew" in answer
+    assert order(r, "own") == "checked"
+
+
+def test_a_stopped_reader_keeps_pages_for_no_longer_than_the_agreement_takes(node_factory):
+    node = node_factory("32M")
+    w, token = writer(node, pages=8)
+    r = reader(node, token, pages=8)
+    assert order(r, "read") == "3"
+    r.send_signal(signal.SIGSTOP)
+    begin = time.monotonic()
+    assert order(w, "evict") == "0"
+    assert time.monotonic() - begin < 5
+    assert order(w, "write 8") == "2"
+    r.send_signal(signal.SIGCONT)
+    assert order(r, "read") == "8"
+    assert order(w, "evict") == str(8 * PAGE)
+
+
+def test_reading_without_a_lease(node_factory):
+    node = node_factory("32M")
+    w, token = writer(node, pages=4, byte=12)
+    r = reader(node, token, pages=4)
+    assert order(r, "peek") == "12"  # on the device, of another process
+    assert order(w, "evict") == str(4 * PAGE)
+    assert order(r, "peek") == "12"  # in host memory
+    assert order(w, "peek") == "12"
+
+
+def test_a_reader_that_may_write(node_factory):
+    node = node_factory("32M")
+    w, token = writer(node, pages=4)
+    r = reader(node, token, pages=4, WRITABLE="1")
+    assert order(r, "read") == "3"
+    assert order(w, "evict") == str(4 * PAGE)
+    assert order(r, "write 21") == "2"
+    assert order(w, "read") == "21"
+    assert order(r, "evict") == str(4 * PAGE), "it brought them in"
+    assert order(w, "read") == "21"
+
+
+def test_writing_what_was_opened_to_be_read_ends_with_a_line_that_says_so(node_factory):
+    node = node_factory("32M")
+    w, token = writer(node, pages=4)
+    r = reader(node, token, pages=4)
+    say(r, "poke")
+    _, err = r.communicate(timeout=30)
+    assert r.returncode == -signal.SIGSEGV
+    assert "opened to be read" in err
+    assert order(w, "read") == "3"
+
+
+def test_crowd_of_readers_in_turn_under_pressure(node_factory):
+    node = node_factory("40M")  # 20 pages
+    w, token = writer(node, pages=8, OWN="6")
+    readers = [reader(node, token, pages=8, name=f"sampler{i}", OWN="6") for i in range(3)]
+    for turn in range(4):
+        assert order(w, f"write {turn + 40}") == str(turn + 2)
+        for r in readers:
+            assert order(r, "read") == str(turn + 40)
+            assert order(w, "own") == "checked"
+    held = sum(c["pages_held"] for c in node.status()["clients"])
+    assert held <= 20
+
+
+@pytest.mark.parametrize("token", ["", "weights", "pymux-region:xyz", 5])
+def test_what_is_no_token(node, token):
+    out = node.run(f"""
+mux = pymux.connect("a")
+try:
+    mux.open_shared({token!r})
+except pymux.ConfigError as e:
+    say(e)
+""")
+    assert "region.share()" in out
+
+
+def test_errors_of_sharing(node):
+    out = node.run("""
+mux = pymux.connect("a")
+def fails(f):
+    try:
+        f()
+    except pymux.PymuxError as e:
+        return f"{type(e).__name__}: {e}"
+say(fails(lambda: mux.open_shared("pymux-region:" + "0" * 32)))
+say(fails(mux.region("kv", on_evict="discard").share))
+say(fails(mux.region("fp", track="fingerprint").share))
+say(fails(mux.region("plain").publish))
+token = mux.region("weights").share()
+assert mux.region("weights").share() == token
+say(fails(lambda: mux.open_shared(token)))
+say(fails(lambda: mux.region("weights").set_live([(0, 10)])))
+other = pymux.connect("b")
+other.region("weights")
+say(fails(lambda: other.open_shared(token)))
+opened = other.open_shared(token, name="base")
+say(opened.name)
+with other.phase("x"):
+    say(fails(lambda: opened.allocate(10)))
+    say(fails(opened.publish))
+say(fails(lambda: other.phase("x", writes=("base",)).__enter__()))
+""")
+    lines = out.splitlines()
+    expected = ["RegionError: no process has", "RegionError: region 'kv'", "RegionError: region 'fp'"]
+    expected += ["RegionError: region 'plain' is not shared", "RegionError: this process has", "RegionError: region"]
+    expected += ["RegionError: region 'weights' exists", "base", "RegionError: region 'base' is another"]
+    expected += ["RegionError: region 'base' was opened to be read", "FrozenRegion"]
+    assert len(lines) == len(expected), out
+    for line, beginning in zip(lines, expected, strict=True):
+        assert line.startswith(beginning), out
+
+
+def test_torch_tensors_with_their_shapes(node_factory):
+    pytest.importorskip("torch")
+    node = node_factory("64M")
+    code = """
+import torch
+torch.manual_seed(0)
+mux = pymux.connect("trainer")
+region = mux.region("weights")
+with region:
+    model = torch.nn.Sequential(torch.nn.Linear(300, 500), torch.nn.BatchNorm1d(500))
+    half = torch.arange(24, dtype=torch.bfloat16).reshape(4, 6).t()
+say(region.share({**model.state_dict(), "half": half, "none": torch.empty(0, 3)}))
+hear()
+with mux.phase("train"):
+    model[0].weight.data.mul_(2)
+    say(region.publish())
+    say(float(model[0].weight.double().sum()))
+hear()
+"""
+    reading = """
+import torch
+mux = pymux.connect("sampler")
+shared = mux.open_shared(os.environ["TOKEN"])
+try:
+    shared.tensors
+except pymux.RegionNotResident as e:
+    say("not resident")
+with mux.phase("rollout"):
+    tensors = shared.tensors
+    w = tensors["0.weight"]
+    say(json.dumps([list(w.shape), str(tensors["half"].dtype), list(tensors["half"].stride()), tensors["half"].tolist()[1], list(tensors["none"].shape), str(tensors["1.num_batches_tracked"].dtype)]))
+say("ready")
+hear()
+with mux.phase("rollout"):
+    assert shared.wait_published() == 2
+    assert shared.tensors["0.weight"] is w
+    say(float(w.double().sum()))
+assert torch.equal(mux.to_host(w), mux.to_host(shared.tensors["0.weight"]))
+say("done")
+"""
+    w = node.start(code)
+    token = hear(w)
+    r = node.start(reading, TOKEN=token)
+    assert hear(r) == "not resident"
+    shape, dtype, stride, row, none, counter = json.loads(hear(r))
+    assert (shape, dtype, stride) == ([500, 300], "torch.bfloat16", [1, 6])
+    assert (row, none, counter) == ([1.0, 7.0, 13.0, 19.0], [0, 3], "torch.int64")
+    assert hear(r) == "ready"
+    assert order(w, "go") == "2"
+    total = hear(w)
+    assert order(r, "go") == total
+    assert hear(r) == "done"
+
+
+def test_the_sockets_of_the_dead_are_swept(node_factory):
+    node = node_factory("32M")
+    w, token = writer(node, pages=1)
+    w.send_signal(signal.SIGKILL)
+    w.wait()
+    left = [p for p in os.listdir(node.runtime) if p.startswith("share-")]
+    assert len(left) == 1
+    w, token = writer(node, pages=1)
+    now = [p for p in os.listdir(node.runtime) if p.startswith("share-")]
+    assert len(now) == 1 and now != left
