@@ -349,8 +349,8 @@ class Agent {
   bool host_asked_ = false, host_exhausted_ = false;
   std::size_t host_told_ = 0;  // bytes last asked for without urgency
   double host_full_until_ = 0;
-  std::exception_ptr fault_;  // the latest
-  std::string told_regions_;  // by the message before this one
+  std::exception_ptr fault_;                     // the latest
+  std::string told_regions_;                     // by the message before this one
   std::vector<std::shared_ptr<Region>> shared_;  // those with a segment
   std::unique_ptr<SharePost> post_;
   std::vector<Awaited> awaited_;

@@ -393,8 +393,7 @@ void Agent::handle(const std::vector<char>& bytes, std::vector<Fd>& fds) {
       if (auto* m = as<wire::HostGrant>(bytes)) {
         host_asked_ = false;
         host_exhausted_ = m->exhausted != 0;
-        backing_->allow(static_cast<std::size_t>(m->granted) -
-                        std::min<std::size_t>(m->granted, shared_host_));
+        backing_->allow(static_cast<std::size_t>(m->granted) - std::min<std::size_t>(m->granted, shared_host_));
       }
       return;
     case wire::kReport:

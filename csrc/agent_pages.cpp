@@ -122,7 +122,8 @@ std::vector<PageRef> Agent::candidates(bool for_saving) {
       if (e.state != PageState::resident || e.moving || e.owed) continue;
       const bool worthless = r->on_evict == OnEvict::discard || !r->live(i);
       const int kind = worthless ? 0 : r->clean(i) ? 1 : 2;
-      all.push_back({{(needed && !for_saving) || wish == Segment::Wish::waits, kind, r->last_used, r->pages.size() - i}, {r.get(), i}});
+      all.push_back({{(needed && !for_saving) || wish == Segment::Wish::waits, kind, r->last_used, r->pages.size() - i},
+                     {r.get(), i}});
     }
   }
   std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.first > b.first; });

@@ -122,10 +122,10 @@ void Agent::show_wishes_locked() {
   if (!shares_) return;
   for (auto& r : regions_)
     if (r->segment)
-      r->segment->set_wish(!in_use_locked(*r)           ? Segment::Wish::none
-                           : running_locked()           ? Segment::Wish::uses
+      r->segment->set_wish(!in_use_locked(*r)         ? Segment::Wish::none
+                           : running_locked()         ? Segment::Wish::uses
                            : phase_ == Phase::waiting ? Segment::Wish::waits
-                                                        : Segment::Wish::none);
+                                                      : Segment::Wish::none);
 }
 
 void Agent::note(Segment& segment, unsigned member, NoteKind kind, std::size_t page) {
@@ -194,7 +194,8 @@ void Agent::take_notes() {
       answer.kind = NoteKind::welcome;
       std::memcpy(answer.segment, n.segment, sizeof n.segment);
       std::vector<Fd> both;
-      if (region) both.push_back(duplicate(region->segment->control())), both.push_back(duplicate(region->segment->memory()));
+      if (region)
+        both.push_back(duplicate(region->segment->control())), both.push_back(duplicate(region->segment->memory()));
       post_->send(n.reply_to, answer, both);
       continue;
     }
@@ -338,7 +339,8 @@ void Agent::advance_awaited() {
     if (w.where == Where::device && w.carrier == s.self()) {  // left to us by a dead one, unmapped
       s.hand_over(a.ref.index);
       a.asked_at = 0;
-    } else if (w.where == Where::device && (a.asked_at == 0 || now > a.asked_at + kAskAgain) && s.hold(a.ref.index, w)) {
+    } else if (w.where == Where::device && (a.asked_at == 0 || now > a.asked_at + kAskAgain) &&
+               s.hold(a.ref.index, w)) {
       a.asked_at = now;
       note(s, w.carrier, NoteKind::ask, a.ref.index);
     }

@@ -10,6 +10,7 @@
 #include "driver.h"
 #include "duplex.h"
 #include "error.h"
+#include "served.h"
 #include "torch_allocator.h"
 
 namespace py = pybind11;
@@ -435,5 +436,13 @@ PYBIND11_MODULE(_core, m) {
       },
       py::arg("region"), "Of the allocations that torch_install() serves from the region.");
   m.def("torch_reset_peak", &torch_allocator::reset_peak, py::arg("region"));
+  m.def(
+      "served",
+      [](int device) {
+        const Served s = served_on(device);
+        return std::make_pair(s.agent, s.region);
+      },
+      py::arg("device"), Released(),
+      "In a process that 'pymux run' started: its connection, and the region that cudaMalloc allocates in.");
   m.def("torch_last_error", &torch_allocator::last_error);
 }

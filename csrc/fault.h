@@ -11,8 +11,7 @@ namespace pymux::fault {
 
 // Adds a range; at the first one the SIGSEGV handler is put before those that are there (such as
 // faulthandler's, which then prints Python's traceback).
-void watch(CUdeviceptr base, std::size_t size, const std::string& job, const std::string& region,
-           bool read_only);
+void watch(CUdeviceptr base, std::size_t size, const std::string& job, const std::string& region, bool read_only);
 void forget(CUdeviceptr base);
 
 }  // namespace pymux::fault

@@ -26,9 +26,7 @@ bool lock_byte(const Fd& fd, unsigned byte, short type) {
 }
 
 // Locks belong to an open description; a descriptor that was passed shares its sender's.
-Fd reopen(const Fd& fd) {
-  return Fd(open(("/proc/self/fd/" + std::to_string(fd.get())).c_str(), O_RDWR | O_CLOEXEC));
-}
+Fd reopen(const Fd& fd) { return Fd(open(("/proc/self/fd/" + std::to_string(fd.get())).c_str(), O_RDWR | O_CLOEXEC)); }
 
 [[noreturn]] void fail(const std::string& what) { throw Error("RegionError", what); }
 

@@ -64,10 +64,10 @@ class Segment {
   void arrived(std::size_t page);           // it is on the device and ours
   bool begin_leave(std::size_t page);       // we are the carrier, and want it out
   void abort_leave(std::size_t page);
-  void departed(std::size_t page);  // it is in host memory alone
+  void departed(std::size_t page);   // it is in host memory alone
   void hand_over(std::size_t page);  // we are leaving: another holder is the carrier, if there is one
-  void wrote(std::size_t page);     // host memory does not have what it holds
-  void place(std::size_t page);     // at creation: on the device, ours
+  void wrote(std::size_t page);      // host memory does not have what it holds
+  void place(std::size_t page);      // at creation: on the device, ours
 
   // What members' phases do with the segment. Only what is tried goes by it: holders are protected anyway.
   enum class Wish { none, waits, uses };

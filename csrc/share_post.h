@@ -11,7 +11,7 @@
 namespace pymux {
 
 enum class NoteKind : std::uint32_t {
-  join,     // to anybody: who has this segment? answered with the segment's two descriptors
+  join,  // to anybody: who has this segment? answered with the segment's two descriptors
   welcome,
   ask,      // to the carrier: the sender holds these pages, and wants their descriptors
   have,     // with them

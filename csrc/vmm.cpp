@@ -133,9 +133,8 @@ void Device::exit() {
 }
 
 void Device::synchronize() const {
-  in_context([] {
-    check(cu().cuCtxSynchronize(), "cuCtxSynchronize", "work submitted before the end of the phase failed");
-  });
+  in_context(
+      [] { check(cu().cuCtxSynchronize(), "cuCtxSynchronize", "work submitted before the end of the phase failed"); });
 }
 
 Page Page::create(const Device& device, std::size_t size, bool exportable) {

@@ -177,9 +177,9 @@ class Event {
   }
   ~Event();
   void record(const Stream& stream) { record(stream.get()); }
-  void record(CUstream stream);  // of others, such as torch's
+  void record(CUstream stream);           // of others, such as torch's
   void make_wait(CUstream stream) const;  // what is submitted to it next comes after the last record()
-  bool done() const;             // also when asking fails: synchronize() then says why
+  bool done() const;                      // also when asking fails: synchronize() then says why
   void synchronize() const;
   explicit operator bool() const { return event_ != nullptr; }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['Agent', 'Block', 'Device', 'PhaseRequest', 'Region', 'RegionView', 'StreamBlock', 'SwapSpan', 'device_count', 'driver_version', 'load_driver', 'measure_link', 'torch_empty_cache', 'torch_enter', 'torch_install', 'torch_last_error', 'torch_leave', 'torch_reset_peak', 'torch_stats', 'wire_layout']
+__all__: list[str] = ['Agent', 'Block', 'Device', 'PhaseRequest', 'Region', 'RegionView', 'StreamBlock', 'SwapSpan', 'device_count', 'driver_version', 'load_driver', 'measure_link', 'served', 'torch_empty_cache', 'torch_enter', 'torch_install', 'torch_last_error', 'torch_leave', 'torch_reset_peak', 'torch_stats', 'wire_layout']
 class Device:
     """
     Facts about a device. Holds its primary context while alive.
@@ -236,6 +236,10 @@ def load_driver(choice: str = '') -> str:
 def measure_link(ordinal: typing.SupportsInt | typing.SupportsIndex) -> tuple[float, float, float, bool]:
     """
     Copy rates to the host, to the device and both at once, in bytes per second, and whether both at once gain.
+    """
+def served(device: typing.SupportsInt | typing.SupportsIndex) -> tuple[Agent, Region]:
+    """
+    In a process that 'pymux run' started: its connection, and the region that cudaMalloc allocates in.
     """
 def torch_empty_cache() -> None:
     """

@@ -32,6 +32,24 @@ def main() -> None:
     """Share a GPU between reinforcement-learning jobs."""
 
 
+@main.command(context_settings={"ignore_unknown_options": True})
+@click.option("--job", envvar="PYMUX_JOB", help="Name of the job; default $PYMUX_JOB, or the script's name.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(*, job: str | None, command: tuple[str, ...]) -> None:
+    """Run a program with its cudaMalloc served from a region: pymux run [--job NAME] -- python train.py.
+
+    The memory moves out and back at unchanged addresses, without a change to the program. Who gives the device
+    away when is for the phases to say: an integration's, or the program's own.
+    """
+    from pymux.run import prepare
+
+    path, environ = prepare(command, job, os.environ)
+    try:
+        os.execve(path, list(command), environ)  # noqa: S606 - as it was asked for
+    except OSError as e:
+        raise click.ClickException(f"{path}: {e.strerror}") from e
+
+
 @main.command()
 @click.option(
     "--linger",

@@ -64,6 +64,7 @@ class Settings:
         broker_config: ``PYMUX_BROKER_CONFIG``: TOML file with the policy and what jobs may have, for the broker;
             None: as it is built in.
         pass_pages: ``PYMUX_PASS_PAGES``: hand physical pages over instead of freeing and creating.
+        run: ``PYMUX_RUN``: whether this process was started by ``pymux run``, which sets it.
         job: ``PYMUX_JOB``: name of the job, where the code does not say one; else the script's name.
         check: ``PYMUX_CHECK``: raise RegionNotResident before a tensor is touched without a lease.
         expandable_segments: whether torch's settings ask for them, which regions cannot hold.
@@ -77,6 +78,7 @@ class Settings:
     spill_dir: Path | None
     broker_config: Path | None
     pass_pages: bool
+    run: bool
     job: str
     check: bool
     expandable_segments: bool
@@ -109,6 +111,7 @@ def load() -> Settings:
         spill_dir=Path(spill) if (spill := os.environ.get("PYMUX_SPILL_DIR")) else None,
         broker_config=Path(rules) if (rules := os.environ.get("PYMUX_BROKER_CONFIG")) else None,
         pass_pages=_flag("PYMUX_PASS_PAGES", default=True),
+        run="PYMUX_RUN" in os.environ,
         job=os.environ.get("PYMUX_JOB") or Path(sys.argv[0] or "python").stem[:63] or "python",
         check=_flag("PYMUX_CHECK", default=False),
         expandable_segments=any(

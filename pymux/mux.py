@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from pymux import _core, calibrate, config
+from pymux import _core, calibrate, config, run
 from pymux.errors import ConfigError, FrozenRegion, RegionError, UnknownRegion
 from pymux.phase import Entry, Phase, PhaseOptions
 from pymux.region import Region
@@ -27,6 +27,7 @@ Track = Literal["phases", "fingerprint"]
 
 _TRACE_LENGTH = 65536  # spans that a Mux remembers
 _MAX_ENTRIES = 256
+_RUN: set[int] = set()  # devices whose connection of 'pymux run' has its Mux
 _SUMS = ("pages_held", "pages_spare", "host_pinned_bytes", "host_used_bytes", "host_granted_bytes")
 
 
@@ -98,7 +99,11 @@ def connect(
         raise ConfigError(f"world={world}: say of which group=.")
     settings = config.load()
     driver = _core.load_driver(settings.driver)
-    spawn = [sys.executable, "-m", "pymux.cli", "broker", "--background", "--driver", driver]
+    plain = name == "main" and group is None and devices is None and swap == "demand"
+    plain = plain and not device_memory and not host_memory
+    if settings.run and plain and job == settings.job and (mux := _join_run(job, device, check=settings.check)):
+        return mux
+    spawn = run.broker_command(driver)
     ordinals = list(devices) if devices else [device]
     agents: list[_core.Agent] = []
     try:
@@ -130,6 +135,17 @@ def connect(
             agent.close()
         raise
     return Mux(agents, job=job, name=name, ordinals=ordinals, joint=bool(devices or group), check=settings.check)
+
+
+def _join_run(job: str, device: int, *, check: bool) -> Mux | None:
+    """The connection that 'pymux run' has made, or would make, for cudaMalloc; once for each device."""
+    if device in _RUN:
+        return None
+    _RUN.add(device)
+    agent, core = _core.served(device)
+    mux = Mux([agent], job=job, name=f"run.{os.getpid()}", ordinals=[device], check=check)
+    mux._add(Region(mux, core, 0, frozen=False))  # noqa: SLF001 - two halves of one thing
+    return mux
 
 
 def _bytes(size: int | str) -> int:

@@ -13,7 +13,7 @@ from pymux.errors import RegionError
 if TYPE_CHECKING:
     from pymux.mux import Mux
 
-TOKEN_PREFIX = "pymux-region:"  # of what share() returns, before the segment's id
+SHARED_PREFIX = "pymux-region:"  # of what share() returns, before the segment's id
 
 
 class Region:
@@ -128,7 +128,7 @@ class Region:
             segment = self.agent.share(self.core)
             if what is not None or self.generation == 0:
                 self.publish(what)
-        return f"{TOKEN_PREFIX}{segment}"
+        return f"{SHARED_PREFIX}{segment}"
 
     def publish(self, what: Any = None, *, stream: int | None = None) -> int:
         """Say, in the phase that wrote a shared region, that it has a new generation of contents.
@@ -144,12 +144,10 @@ class Region:
             LeaseError: no phase is open.
             RegionError: the region is not shared, or open here to be read.
         """
-        if not self.core.shared or self.core.read_only:
-            raise RegionError(
-                f"region {self.name!r} is not shared: region.share() does that."
-                if not self.core.shared
-                else f"region {self.name!r} was opened to be read: open_shared(token, writable=True) lets it be written."
-            )
+        if not self.core.shared:
+            raise RegionError(f"region {self.name!r} is not shared: region.share() does that.")
+        if self.core.read_only:
+            raise RegionError(f"region {self.name!r} was opened to be read: see open_shared(token, writable=True).")
         if what is not None:
             meta = self.mux._torch_integration().describe(self, what)  # noqa: SLF001
         else:

@@ -6,13 +6,13 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from pymux.errors import ConfigError, RegionNotResident
-from pymux.region import TOKEN_PREFIX, Region
+from pymux.region import SHARED_PREFIX, Region
 
 if TYPE_CHECKING:
     from pymux import _core
     from pymux.mux import Mux
 
-_TOKEN = re.compile(TOKEN_PREFIX + "([0-9a-f]{32})")
+_TOKEN = re.compile(SHARED_PREFIX + "([0-9a-f]{32})")
 
 
 def segment_of(token: str) -> str:

@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+
 from tests.conftest import PAGE, hear, say
 
 PROCESS = """
@@ -191,7 +192,8 @@ def test_what_only_the_dead_one_had_is_an_error_and_not_old_contents(node_factor
     w.send_signal(signal.SIGKILL)
     w.wait()
     answer = order(r, "read")
-    assert answer.startswith("ContentsLost") and "Share it anew" in answer
+    assert answer.startswith("ContentsLost")
+    assert "Share it anew" in answer
     assert order(r, "own") == "checked"
 
 
@@ -334,7 +336,9 @@ except pymux.RegionNotResident as e:
 with mux.phase("rollout"):
     tensors = shared.tensors
     w = tensors["0.weight"]
-    say(json.dumps([list(w.shape), str(tensors["half"].dtype), list(tensors["half"].stride()), tensors["half"].tolist()[1], list(tensors["none"].shape), str(tensors["1.num_batches_tracked"].dtype)]))
+    half, none, counter = (tensors[n] for n in ("half", "none", "1.num_batches_tracked"))
+    facts = [list(w.shape), str(half.dtype), list(half.stride()), half.tolist()[1], list(none.shape)]
+    say(json.dumps([*facts, str(counter.dtype)]))
 say("ready")
 hear()
 with mux.phase("rollout"):
@@ -360,11 +364,12 @@ say("done")
 
 def test_the_sockets_of_the_dead_are_swept(node_factory):
     node = node_factory("32M")
-    w, token = writer(node, pages=1)
+    w, _ = writer(node, pages=1)
     w.send_signal(signal.SIGKILL)
     w.wait()
     left = [p for p in os.listdir(node.runtime) if p.startswith("share-")]
     assert len(left) == 1
-    w, token = writer(node, pages=1)
+    writer(node, pages=1)
     now = [p for p in os.listdir(node.runtime) if p.startswith("share-")]
-    assert len(now) == 1 and now != left
+    assert len(now) == 1
+    assert now != left
