@@ -18,16 +18,18 @@ loss = lambda model, samples, rewards: (model(samples).mean(1) * rewards).mean()
 """
 
 
+def examples():
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
 def test_the_example(node):
-    text = (ROOT / "README.md").read_text()
-    example, _ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    example, _, _ = examples()
     out = node.run(AROUND + example + "\nsay(mux.stats()['phase'])")
     assert out == "parked\n"
 
 
 def test_the_example_of_a_group(node):
-    text = (ROOT / "README.md").read_text()
-    _, example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    _, example, _ = examples()
     worker, front = example.replace("world=8", "world=1").split("\n", 1)
     w = node.start(
         "rank = 0\n" + worker + "\nwith mux.phase('init'):\n"
@@ -35,6 +37,28 @@ def test_the_example_of_a_group(node):
     )
     assert hear(w) == "ready"
     assert node.run("class engine: generate = say\nprompts = 'generated'\n" + front) == "generated\n"
+
+
+def test_the_example_of_sharing(node):
+    *_, example = examples()
+    trainer, sampler = example.split("\n\n")
+    before = """
+import torch
+mux = pymux.connect("grpo", name="trainer")
+with mux.region("weights") as region:
+    model = torch.nn.Linear(8, 8)
+def step(model):
+    model.bias.data.fill_(3)
+"""
+    w = node.start(before + trainer + "\nsay(token)\nhear()")
+    before = """
+mux = pymux.connect("grpo", name="sampler")
+mux.region("kv_cache")
+token = os.environ["TOKEN"]
+def load(tensors):
+    say((tensors["bias"].tolist()[0], sorted(tensors), weights.generation))
+"""
+    assert node.run(before + sampler, TOKEN=hear(w)) == "(3.0, ['bias', 'weight'], 2)\n"
 
 
 def test_a_region_block_inside_itself_is_fine(node):
