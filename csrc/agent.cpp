@@ -160,7 +160,7 @@ void Agent::run_on_agent(std::function<void()> work) {
   if (!done) check_usable_locked();
 }
 
-std::shared_ptr<Region> Agent::create_region(const std::string& name, OnEvict on_evict, bool fingerprint, bool frozen,
+std::shared_ptr<Region> Agent::create_region(const std::string& name, RegionOptions options,
                                              std::shared_ptr<Segment> segment) {
   std::lock_guard lock(mutex_);
   check_usable_locked();
@@ -169,11 +169,11 @@ std::shared_ptr<Region> Agent::create_region(const std::string& name, OnEvict on
                                    "' in the processes that do the device work.");
   for (auto& r : regions_)
     if (r->name == name) throw Error("RegionError", "region '" + name + "' exists already in this process.");
-  auto r = std::make_shared<Region>(name, on_evict, fingerprint, frozen, *device_, page_size_);
+  auto r = std::make_shared<Region>(name, options, *device_, page_size_);
   if (segment) {
     r->segment = std::move(segment);
     r->joined = true;
-    r->read_only = frozen;
+    r->read_only = options.frozen;
   }
   regions_.push_back(r);
   fault::watch(r->addresses.base(), r->addresses.size(), options_.job, name, r->read_only);

@@ -91,7 +91,7 @@ class Agent {
   ~Agent();
 
   // segment: of a region that another process shares.
-  std::shared_ptr<Region> create_region(const std::string& name, OnEvict on_evict, bool fingerprint, bool frozen,
+  std::shared_ptr<Region> create_region(const std::string& name, RegionOptions options,
                                         std::shared_ptr<Segment> segment = nullptr);
   bool controller() const { return !device_; }
   const Device& device() const { return *device_; }  // not of a controller

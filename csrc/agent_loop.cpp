@@ -672,11 +672,11 @@ void Agent::give_all_back() {
     }
     for (PageRef ref : all) {
       PageEntry& e = ref.entry();
-      e.mapping.unmap();
+      if (e.mapping) e.mapping.unmap();
       std::lock_guard lock(mutex_);
       e.state = PageState::absent;
       used_ -= 1;
-      spare_.push_back(std::move(e.page));
+      if (e.page) spare_.push_back(std::move(e.page));
     }
     fill_.clear();
     victims_.clear();

@@ -184,6 +184,16 @@ bool Agent::start_out() {
   PageRef ref = victims_.back();
   victims_.pop_back();
   PageEntry& e = ref.entry();
+  if (ref.region->claim) {
+    std::lock_guard lock(mutex_);
+    if (running_locked() && in_use_locked(*ref.region)) return true;
+    e.state = PageState::absent;
+    used_ -= 1;
+    held_ -= 1;
+    quota_ -= 1;
+    outgoing_bare_ += 1;
+    return true;
+  }
   while (e.saving) finish_save();  // clean in a moment
   bool copy = false;
   {
@@ -568,6 +578,19 @@ bool Agent::start_in() {
     room = static_cast<std::size_t>(held_ - used_);
   }
   if (room == 0) return false;
+  if (fill_.front().region->claim) {  // what it stands for needs the memory itself
+    PageEntry& e = fill_.front().entry();
+    fill_.pop_front();
+    if (e.state == PageState::resident) return true;
+    if (!spare_fds_.empty())
+      spare_fds_.pop_back();
+    else if (!spare_.empty())
+      spare_.pop_back();
+    std::lock_guard lock(mutex_);
+    e.state = PageState::resident;
+    used_ += 1;
+    return true;
+  }
   std::vector<PageRef> run;
   std::size_t staging = pager_->staging_free();
   auto unclaim = [](const PageRef& p) {
@@ -581,6 +604,7 @@ bool Agent::start_in() {
       fill_.pop_front();
       continue;
     }
+    if (ref.region->claim) break;
     if (!run.empty() && (run.back().region != ref.region || run.back().index + 1 != ref.index)) break;
     if (e.state == PageState::evicted && e.slot < 0) {  // by way of a staging slot
       if (staging == 0) break;

@@ -86,7 +86,7 @@ std::shared_ptr<Region> Agent::open_shared(const std::string& id, const std::str
     open_post();
     auto segment = Segment::join(*device_, page_size_, std::move(control), std::move(memory), post_->path());
     segment->start_backing(*device_, [this] { wake(); });
-    region = create_region(name.empty() ? segment->name() : name, OnEvict::keep, false, !writable, segment);
+    region = create_region(name.empty() ? segment->name() : name, {.frozen = !writable}, segment);
     shared_.push_back(region);
     shares_ = true;
   });

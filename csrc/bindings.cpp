@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "agent.h"
+#include "checkpoint.h"
 #include "driver.h"
 #include "duplex.h"
 #include "error.h"
@@ -283,12 +284,16 @@ PYBIND11_MODULE(_core, m) {
            py::arg("duplex"), py::arg("poison"), py::arg("connect_timeout"))
       .def(
           "create_region",
-          [](Agent& a, const std::string& name, bool keep, bool fingerprint, bool frozen) {
-            auto r = a.create_region(name, keep ? OnEvict::keep : OnEvict::discard, fingerprint, frozen);
+          [](Agent& a, const std::string& name, bool keep, bool fingerprint, bool frozen, bool claim) {
+            auto r = a.create_region(name, {.on_evict = keep ? OnEvict::keep : OnEvict::discard,
+                                            .fingerprint = fingerprint,
+                                            .frozen = frozen,
+                                            .claim = claim});
             torch_allocator::add(r);
             return r;
           },
-          py::arg("name"), py::arg("keep"), py::arg("fingerprint"), py::arg("frozen"), Released())
+          py::arg("name"), py::arg("keep"), py::arg("fingerprint"), py::arg("frozen"), py::arg("claim") = false,
+          Released())
       .def(
           "acquire",
           [](Agent& a, const PhaseRequest& request, bool resumes) {
@@ -436,6 +441,13 @@ PYBIND11_MODULE(_core, m) {
       },
       py::arg("region"), "Of the allocations that torch_install() serves from the region.");
   m.def("torch_reset_peak", &torch_allocator::reset_peak, py::arg("region"));
+  m.def("checkpoint_state", &checkpoint::state, py::arg("pid"), Released());
+  m.def("checkpoint_lock", &checkpoint::lock, py::arg("pid"), py::arg("timeout_ms"), Released(),
+        "A process's CUDA calls wait from now on; timeout_ms=0 waits as long as it takes.");
+  m.def("checkpoint_save", &checkpoint::save, py::arg("pid"), Released(),
+        "A locked process's device memory goes to the host.");
+  m.def("checkpoint_restore", &checkpoint::restore, py::arg("pid"), Released());
+  m.def("checkpoint_unlock", &checkpoint::unlock, py::arg("pid"), Released());
   m.def(
       "served",
       [](int device) {

@@ -42,6 +42,9 @@ std::unique_ptr<Driver> open_library(const std::string& path) {
                                "driver (CUDA 13 needs R580 or later), or set PYMUX_DRIVER=sim.");
   PYMUX_DRIVER_FUNCTIONS(X)
 #undef X
+#define X(name) d->name = reinterpret_cast<decltype(d->name)>(dlsym(lib, PYMUX_STR(name)));
+  PYMUX_DRIVER_OPTIONAL(X)
+#undef X
   return d;
 }
 

@@ -1,7 +1,7 @@
 // The driver table: every CUDA driver function that pymux calls, and nothing else.
 // The only seam between pymux and what is behind it, a GPU or a simulation.
 //
-// Invariant: the table is complete or does not exist. pymux links no CUDA library.
+// Invariant: the table is complete (but for what is marked optional) or does not exist. pymux links no CUDA library.
 #pragma once
 
 #include <cuda.h>
@@ -25,11 +25,16 @@ namespace pymux {
   X(cuMemsetD8Async) X(cuMemHostAlloc) X(cuMemFreeHost) X(cuModuleLoadData) X(cuModuleUnload)      \
   X(cuModuleGetFunction) X(cuLaunchKernel) X(cuThreadExchangeStreamCaptureMode)            \
   X(cuIpcGetEventHandle) X(cuIpcOpenEventHandle) X(cuStreamWaitEvent)
+// What older drivers lack, and only checkpoint.cpp calls: null there.
+#define PYMUX_DRIVER_OPTIONAL(X)                                                                   \
+  X(cuCheckpointProcessGetState) X(cuCheckpointProcessLock) X(cuCheckpointProcessCheckpoint)       \
+  X(cuCheckpointProcessRestore) X(cuCheckpointProcessUnlock)
 // clang-format on
 
 struct Driver {
 #define X(name) decltype(&::name) name = nullptr;
   PYMUX_DRIVER_FUNCTIONS(X)
+  PYMUX_DRIVER_OPTIONAL(X)
 #undef X
   std::string path;
 

@@ -72,7 +72,7 @@ Served served_on(int device) {
   Driver::load(driver);
   Served s;
   s.agent = std::make_shared<Agent>(std::move(o));
-  s.region = s.agent->create_region("default", OnEvict::keep, false, false);
+  s.region = s.agent->create_region("default", {});
   torch_allocator::add(s.region);
   if (all().empty()) std::atexit(close_all);
   return all()[device] = s;

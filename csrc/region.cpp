@@ -32,12 +32,12 @@ bool covers(const std::vector<Range>& outer, const Range& r) {
 
 }  // namespace
 
-Region::Region(std::string name_, OnEvict on_evict_, bool fingerprint_, bool frozen_, const Device& device,
-               std::size_t page_size_)
+Region::Region(std::string name_, RegionOptions options, const Device& device, std::size_t page_size_)
     : name(std::move(name_)),
-      on_evict(on_evict_),
-      fingerprint(fingerprint_),
-      frozen(frozen_),
+      on_evict(options.claim ? OnEvict::discard : options.on_evict),
+      fingerprint(options.fingerprint),
+      frozen(options.frozen),
+      claim(options.claim),
       page_size(page_size_),
       // Addresses cost nothing: twice the device, so that memory runs out before they do.
       addresses((2 * device.total() + page_size_ - 1) / page_size_ * page_size_, page_size_),

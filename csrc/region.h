@@ -23,6 +23,15 @@
 namespace pymux {
 
 enum class OnEvict { keep, discard };
+
+struct RegionOptions {
+  OnEvict on_evict = OnEvict::keep;
+  bool fingerprint = false;  // compare contents at the end of phases that may write
+  bool frozen = false;       // phases that do not say what they write do not write it
+  // It stands for memory that something else uses: pages are counted, and none are created. Discarded.
+  bool claim = false;
+};
+
 enum class PageState : std::uint8_t { absent, resident, evicted, discarded };
 
 struct Range {  // bytes, from a region's base or a page's beginning
@@ -73,14 +82,12 @@ struct RegionCounters {
 
 class Region {
  public:
-  Region(std::string name, OnEvict on_evict, bool fingerprint, bool frozen, const Device& device,
-         std::size_t page_size);
+  Region(std::string name, RegionOptions options, const Device& device, std::size_t page_size);
   ~Region();
 
   const std::string name;
   const OnEvict on_evict;
-  const bool fingerprint;  // compare contents at the end of phases that may write
-  const bool frozen;       // phases that do not say what they write do not write it
+  const bool fingerprint, frozen, claim;
   const std::size_t page_size;
   const Reservation addresses;
   std::vector<PageEntry> pages;

@@ -24,9 +24,11 @@ from pymux.errors import (
     UnknownRegion,
     VersionMismatch,
 )
+from pymux.guest import Opaque, opaque
 from pymux.mux import Mux, connect
 from pymux.phase import Lease, Phase
 from pymux.region import Region
+from pymux.shared import SharedRegion
 
 __version__ = "0.1.0"
 
@@ -48,14 +50,17 @@ __all__ = [
     "MemberLost",
     "Mux",
     "NotAllowed",
+    "Opaque",
     "Phase",
     "ProtocolError",
     "PymuxError",
     "Region",
     "RegionError",
     "RegionNotResident",
+    "SharedRegion",
     "SpillError",
     "UnknownRegion",
     "VersionMismatch",
     "connect",
+    "opaque",
 ]

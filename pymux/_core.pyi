@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['Agent', 'Block', 'Device', 'PhaseRequest', 'Region', 'RegionView', 'StreamBlock', 'SwapSpan', 'device_count', 'driver_version', 'load_driver', 'measure_link', 'served', 'torch_empty_cache', 'torch_enter', 'torch_install', 'torch_last_error', 'torch_leave', 'torch_reset_peak', 'torch_stats', 'wire_layout']
+__all__: list[str] = ['Agent', 'Block', 'Device', 'PhaseRequest', 'Region', 'RegionView', 'StreamBlock', 'SwapSpan', 'checkpoint_lock', 'checkpoint_restore', 'checkpoint_save', 'checkpoint_state', 'checkpoint_unlock', 'device_count', 'driver_version', 'load_driver', 'measure_link', 'served', 'torch_empty_cache', 'torch_enter', 'torch_install', 'torch_last_error', 'torch_leave', 'torch_reset_peak', 'torch_stats', 'wire_layout']
 class Device:
     """
     Facts about a device. Holds its primary context while alive.
@@ -134,7 +134,7 @@ class Agent:
         ...
     def close(self) -> None:
         ...
-    def create_region(self, name: str, keep: bool, fingerprint: bool, frozen: bool) -> Region:
+    def create_region(self, name: str, keep: bool, fingerprint: bool, frozen: bool, claim: bool = False) -> Region:
         ...
     def done_with(self, region: Region) -> None:
         """
@@ -221,6 +221,20 @@ class StreamBlock:
     @property
     def ptr(self) -> int:
         ...
+def checkpoint_lock(pid: typing.SupportsInt | typing.SupportsIndex, timeout_ms: typing.SupportsInt | typing.SupportsIndex) -> None:
+    """
+    A process's CUDA calls wait from now on; timeout_ms=0 waits as long as it takes.
+    """
+def checkpoint_restore(pid: typing.SupportsInt | typing.SupportsIndex) -> None:
+    ...
+def checkpoint_save(pid: typing.SupportsInt | typing.SupportsIndex) -> None:
+    """
+    A locked process's device memory goes to the host.
+    """
+def checkpoint_state(pid: typing.SupportsInt | typing.SupportsIndex) -> str:
+    ...
+def checkpoint_unlock(pid: typing.SupportsInt | typing.SupportsIndex) -> None:
+    ...
 def device_count() -> int:
     """
     How many devices the loaded driver has.

@@ -51,6 +51,24 @@ def run(*, job: str | None, command: tuple[str, ...]) -> None:
 
 
 @main.command()
+@click.argument("pid", type=int)
+@click.option("--job", envvar="PYMUX_JOB", help="Name of the job; default $PYMUX_JOB, or pid-PID.")
+@click.option("--device", default=0, show_default=True, help="Ordinal of the device that it uses.")
+@click.option(
+    "--device-memory", default="0", help="The most that it will use there, such as 20G; default what it does."
+)
+@click.option("--slice", "seconds", default=10.0, show_default=True, help="Seconds of a turn while others wait.")
+def opaque(*, pid: int, job: str | None, device: int, device_memory: str, seconds: float) -> None:
+    """Share the device with a process that uses it without pymux, as a whole, until it ends."""
+    from pymux.guest import opaque as take_over
+
+    memory = 0 if device_memory == "0" else config.parse_size(device_memory)
+    with take_over(pid, job=job or f"pid-{pid}", device=device, device_memory=memory) as guest:
+        click.echo(f"process {pid} has {guest.nbytes / 2**20:.0f} MiB on the device, and takes turns of {seconds:g} s")
+        guest.share(seconds)
+
+
+@main.command()
 @click.option(
     "--linger",
     type=float,

@@ -95,6 +95,8 @@ bool valid(const Context* c) { return c >= contexts && c < contexts + device_cou
 
 }  // namespace
 
+bool is_fork() { return forked.load(std::memory_order_relaxed); }
+
 CUresult enter(const char* call, unsigned needs) {
   if (forked.load(std::memory_order_relaxed)) return CUDA_ERROR_NOT_INITIALIZED;
   if (CUresult r = injected(call)) return r;
@@ -126,6 +128,8 @@ SIM_API CUresult CUDAAPI cuInit(unsigned int flags) {
   });
   if (CUresult r = open_node()) return r;
   if (device_count() == 0) return CUDA_ERROR_NO_DEVICE;
+  static std::once_flag answering;
+  std::call_once(answering, answer_checkpoints);
   initialized.store(true, std::memory_order_release);
   return CUDA_SUCCESS;
 }
@@ -148,6 +152,7 @@ SIM_API CUresult CUDAAPI cuDriverGetVersion(int* version) {
   X(CUDA_ERROR_INVALID_CONTEXT, "invalid device context")                                                     \
   X(CUDA_ERROR_OPERATING_SYSTEM, "OS call failed or operation not supported on this OS")                      \
   X(CUDA_ERROR_INVALID_HANDLE, "invalid resource handle")                                                     \
+  X(CUDA_ERROR_ILLEGAL_STATE, "the operation cannot be performed in the present state")                       \
   X(CUDA_ERROR_NOT_FOUND, "named symbol not found")                                                           \
   X(CUDA_ERROR_NOT_READY, "device not ready")                                                                 \
   X(CUDA_ERROR_ILLEGAL_ADDRESS, "an illegal memory access was encountered")                                   \

@@ -22,6 +22,7 @@ struct Mapping {
   std::shared_ptr<Physical> phys;
   bool access = false;
   bool closing = false;  // being unmapped
+  int prot = PROT_NONE;
 };
 
 struct HostRange {
@@ -107,6 +108,86 @@ bool host_range_pinned(const void* ptr, std::size_t size) {
     at = it->first + it->second.size;
   }
   return true;
+}
+
+namespace {
+
+struct Parked {
+  std::shared_ptr<Physical> phys;
+  std::vector<char> contents;
+};
+std::vector<Parked>& parked() {
+  static auto* p = new std::vector<Parked>();
+  return *p;
+}
+
+std::vector<std::shared_ptr<Physical>> all_physical(Tables& t) {
+  std::vector<std::shared_ptr<Physical>> out;
+  auto add = [&](const std::shared_ptr<Physical>& p) {
+    if (std::find(out.begin(), out.end(), p) == out.end()) out.push_back(p);
+  };
+  for (auto& [id, entry] : t.handles) add(entry.first);
+  for (auto* map : {&t.mappings, &t.plain})
+    for (auto& [at, m] : *map) add(m.phys);
+  return out;
+}
+
+// Reads or writes all of an allocation's file.
+template <class F>
+bool whole_file(F call, int fd, char* at, std::size_t size) {
+  for (std::size_t done = 0; done < size;) {
+    const ssize_t n = call(fd, at + done, size - done, static_cast<off_t>(done));
+    if (n <= 0) return false;
+    done += static_cast<std::size_t>(n);
+  }
+  return true;
+}
+
+}  // namespace
+
+CUresult park_memory() {
+  std::lock_guard lock(mapping_lock());
+  auto& t = tables();
+  std::vector<Parked> out;
+  for (auto& p : all_physical(t)) {
+    if (p->shared) return CUDA_ERROR_NOT_SUPPORTED;  // memory of several processes cannot be checkpointed
+    Parked entry{p, std::vector<char>(p->size)};
+    if (!whole_file(pread, p->fd, entry.contents.data(), p->size)) return CUDA_ERROR_OPERATING_SYSTEM;
+    out.push_back(std::move(entry));
+  }
+  for (auto* map : {&t.mappings, &t.plain})
+    for (auto& [at, m] : *map) close_range(at, m.size);
+  for (auto& entry : out) {
+    Physical gone;  // drops the file with its lock
+    gone.dev = entry.phys->dev;
+    gone.path = entry.phys->path;
+    gone.fd = std::exchange(entry.phys->fd, -1);
+  }
+  parked() = std::move(out);
+  return CUDA_SUCCESS;
+}
+
+CUresult unpark_memory() {
+  std::lock_guard lock(mapping_lock());
+  auto& t = tables();
+  std::vector<std::shared_ptr<Physical>> fresh;
+  for (auto& entry : parked()) {
+    std::shared_ptr<Physical> p;
+    if (CUresult r = create_physical(*entry.phys->dev, entry.phys->size, entry.phys->exportable, &p)) return r;
+    if (!whole_file(pwrite, p->fd, entry.contents.data(), p->size)) return CUDA_ERROR_OPERATING_SYSTEM;
+    fresh.push_back(std::move(p));
+  }
+  for (std::size_t i = 0; i < fresh.size(); ++i) {
+    std::swap(parked()[i].phys->fd, fresh[i]->fd);
+    std::swap(parked()[i].phys->path, fresh[i]->path);
+  }
+  parked().clear();
+  for (auto* map : {&t.mappings, &t.plain})
+    for (auto& [at, m] : *map) {
+      mmap(addr(at), m.size, m.prot, MAP_SHARED | MAP_FIXED, m.phys->fd, 0);
+      madvise(addr(at), m.size, MADV_DONTFORK);
+    }
+  return CUDA_SUCCESS;
 }
 
 void memory_counts(Counts* out) {
@@ -230,12 +311,13 @@ SIM_API CUresult CUDAAPI cuMemExportToShareableHandle(void* out, CUmemGenericAll
                                                       CUmemAllocationHandleType type, unsigned long long flags) {
   SIM_ENTER("cuMemExportToShareableHandle", kInit);
   if (!out || type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || flags != 0) return CUDA_ERROR_INVALID_VALUE;
-  std::shared_lock lock(mapping_lock());
+  std::lock_guard lock(mapping_lock());
   auto& t = tables();
   auto it = t.handles.find(handle);
   if (it == t.handles.end() || !it->second.first->exportable) return CUDA_ERROR_INVALID_VALUE;
   int fd = fcntl(it->second.first->fd, F_DUPFD_CLOEXEC, 0);
   if (fd < 0) return CUDA_ERROR_OPERATING_SYSTEM;
+  it->second.first->shared = true;
   *static_cast<int*>(out) = fd;
   return CUDA_SUCCESS;
 }
@@ -269,7 +351,7 @@ SIM_API CUresult CUDAAPI cuMemMap(CUdeviceptr ptr, size_t size, size_t offset, C
   if (mmap(addr(ptr), size, PROT_NONE, MAP_SHARED | MAP_FIXED, h->second.first->fd, 0) == MAP_FAILED)
     return CUDA_ERROR_OPERATING_SYSTEM;
   madvise(addr(ptr), size, MADV_DONTFORK);
-  t.mappings[ptr] = {size, h->second.first, false};
+  t.mappings[ptr] = {size, h->second.first};
   return CUDA_SUCCESS;
 }
 
@@ -320,6 +402,7 @@ SIM_API CUresult CUDAAPI cuMemSetAccess(CUdeviceptr ptr, size_t size, const CUme
     for (CUdeviceptr at = ptr; at < ptr + size;) {
       auto& m = t.mappings[at];
       m.access = prot != PROT_NONE;
+      m.prot = prot;
       at += m.size;
     }
   }
@@ -342,7 +425,7 @@ SIM_API CUresult CUDAAPI cuMemAlloc(CUdeviceptr* out, size_t size) {
   madvise(p, whole, MADV_DONTFORK);
   std::lock_guard lock(mapping_lock());
   *out = reinterpret_cast<CUdeviceptr>(p);
-  tables().plain[*out] = {whole, std::move(phys), true};
+  tables().plain[*out] = {whole, std::move(phys), true, false, PROT_READ | PROT_WRITE};
   return CUDA_SUCCESS;
 }
 

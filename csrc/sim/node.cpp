@@ -224,7 +224,7 @@ CUresult adopt_physical(int fd, std::shared_ptr<Physical>* out) {
     phys->dev = &dev;
     phys->path = target;
     phys->size = bytes;
-    phys->exportable = true;
+    phys->exportable = phys->shared = true;
     *out = std::move(phys);
     return CUDA_SUCCESS;
   }

@@ -39,7 +39,22 @@ enum Needs : unsigned { kNothing = 0, kInit = 1, kContext = 3 };
 CUresult enter(const char* call, unsigned needs);
 void set_sticky(CUresult code);
 
+// Inside, no other process can lock this one; waits while one has.
+class Gate {
+ public:
+  Gate();
+  ~Gate();
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+
+ private:
+  bool mine_;
+};
+bool is_fork();
+void answer_checkpoints();  // from other processes; once
+
 #define SIM_ENTER(call, needs)                                    \
+  ::sim::Gate sim_gate;                                           \
   do {                                                            \
     if (CUresult sim_r = ::sim::enter(call, needs)) return sim_r; \
   } while (0)
@@ -76,6 +91,7 @@ struct Physical {
   int fd = -1;
   std::size_t size = 0;
   bool exportable = false;
+  bool shared = false;  // was exported or imported: another process may have it
   Physical() = default;
   Physical(const Physical&) = delete;
   Physical& operator=(const Physical&) = delete;
@@ -94,6 +110,10 @@ Device* current_device();  // of the calling thread; null without a current cont
 std::shared_mutex& mapping_lock();
 bool device_range_accessible(CUdeviceptr ptr, std::size_t size);  // caller holds mapping_lock
 bool host_range_pinned(const void* ptr, std::size_t size);
+
+// Contents of all this process's device memory to the host, and back; all or nothing.
+CUresult park_memory();
+CUresult unpark_memory();
 
 struct Counts {
   std::uint64_t handles, mappings, reservations, allocations, streams, events, registrations;
