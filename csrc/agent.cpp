@@ -473,6 +473,12 @@ void Agent::set_live(const std::shared_ptr<Region>& region, std::optional<std::v
     region->mark_written(page);  // its copy, if there is one, lacks what is live now
 }
 
+void Agent::pin(const std::shared_ptr<Region>& region, const std::string& reason) {
+  std::lock_guard lock(mutex_);
+  check_usable_locked();
+  region->pinned = reason;
+}
+
 std::size_t Agent::evict(const std::shared_ptr<Region>& region) {
   end_implicit();
   std::uint64_t before = 0, after = 0;
@@ -480,6 +486,8 @@ std::size_t Agent::evict(const std::shared_ptr<Region>& region) {
     {
       std::lock_guard lock(mutex_);
       before = held_;
+      if (region && !region->pinned.empty())
+        throw Error("RegionError", "region '" + region->name + "' stays on the device: " + region->pinned);
       if (phase_ == Phase::active || phase_ == Phase::waiting)
         throw Error("LeaseError", "evict() inside a phase would take away what the phase uses. Leave the phase first.");
     }
@@ -656,7 +664,7 @@ wire::Counts Agent::counts_locked() {
   const bool running = running_locked();
   if (running && !extended_ && follows_at_once_locked()) return c;
   for (auto& r : regions_) {
-    if (running && in_use_locked(*r)) continue;
+    if ((running && in_use_locked(*r)) || !r->pinned.empty()) continue;
     if (r->segment && r->segment->wish_of_others() == Segment::Wish::uses) continue;
     for (std::size_t i = 0, n = r->pages.size(); i < n; ++i) {
       const PageEntry& e = r->pages[i];
@@ -676,7 +684,7 @@ wire::Counts Agent::counts_locked() {
 std::uint64_t Agent::own_locked() const {
   std::uint64_t n = 0;
   for (auto& r : regions_) {
-    if (in_use_locked(*r)) continue;
+    if (in_use_locked(*r) || !r->pinned.empty()) continue;
     for (auto& e : r->pages) n += e.state == PageState::resident && !e.owed;
   }
   return n;

@@ -133,6 +133,8 @@ class Agent {
   // Swaps the region (all regions without one) out and gives its pages to the bank. Not in a phase.
   // Bytes given. Throws what kept a page on the device, after trying the others.
   std::size_t evict(const std::shared_ptr<Region>& region);
+  // The region's pages stay on the device, for this reason; empty: no longer.
+  void pin(const std::shared_ptr<Region>& region, const std::string& reason);
   // Lets other processes map the region's pages too; what they find it by. In a phase that uses it.
   std::string share(const std::shared_ptr<Region>& region);
   // A region of another process; its name there unless another is given.

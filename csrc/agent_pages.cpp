@@ -110,7 +110,7 @@ std::vector<PageRef> Agent::candidates(bool for_saving) {
   const bool spare = !local_ && now_seconds() > spared_at_ + kSpare;
   for (auto& r : regions_) {
     const bool needed = (running || phase_ == Phase::waiting) && in_use_locked(*r);
-    if (running && (for_saving ? written_locked(*r) : needed)) continue;
+    if ((running && (for_saving ? written_locked(*r) : needed)) || !r->pinned.empty()) continue;
     const auto wish = r->segment ? r->segment->wish_of_others() : Segment::Wish::none;
     if (wish == Segment::Wish::uses || (r->segment && for_saving)) continue;
     if (wish == Segment::Wish::waits && spare) {

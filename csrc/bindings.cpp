@@ -368,6 +368,8 @@ PYBIND11_MODULE(_core, m) {
           "evict",
           [](Agent& a, std::optional<std::shared_ptr<Region>> region) { return a.evict(region.value_or(nullptr)); },
           py::arg("region"), Released(), "Swap a region out (None: all) and give its pages to the bank; bytes given.")
+      .def("pin", &Agent::pin, py::arg("region"), py::arg("reason"), Released(),
+           "The region's pages stay on the device, for this reason; empty: no longer.")
       .def("share", &Agent::share, py::arg("region"), Released(),
            "Let other processes map the region's pages; returns what open_shared() takes.")
       .def(

@@ -96,6 +96,7 @@ class Region {
   // Where other processes map the pages too: set once, with its pages' entries. Then a page is resident or
   // absent here, and the segment says where its contents are.
   std::shared_ptr<Segment> segment;
+  std::string pinned;      // why its pages must stay where they are; empty: they need not
   bool joined = false;     // another process made the segment, and allocates in it
   bool read_only = false;  // joined to be read
 

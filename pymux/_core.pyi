@@ -150,6 +150,10 @@ class Agent:
         """
     def open_shared(self, id: str, name: str, writable: bool) -> Region:
         ...
+    def pin(self, region: Region, reason: str) -> None:
+        """
+        The region's pages stay on the device, for this reason; empty: no longer.
+        """
     def pressed(self) -> bool:
         """
         Whether the phase should give way at its next yield point.

@@ -81,6 +81,21 @@ class Region:
                 )
         self.agent.set_live(self.core, pairs)
 
+    def pin(self, reason: str) -> None:
+        """Keep the region's pages where they are, because something else knows their physical memory.
+
+        NCCL does when it registers buffers; `pymux.integrations` pins for that by itself. Other jobs have that much
+        less of the device until `unpin`.
+
+        Args:
+            reason: for the errors that say so.
+        """
+        self.agent.pin(self.core, reason or "it is pinned")
+
+    def unpin(self) -> None:
+        """Let the region's pages go again."""
+        self.agent.pin(self.core, "")
+
     def allocate(self, nbytes: int) -> _core.Block:
         """Allocate a block for raw use, inside a phase; it is freed when the object is dropped.
 

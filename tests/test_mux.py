@@ -566,3 +566,36 @@ def test_another_users_runtime_directory_is_refused(node):
     os.chown(node.runtime, 12345, 12345)
     out = node.run('try: pymux.connect("a", connect_timeout=1)\nexcept pymux.PymuxError as e: say(type(e).__name__)')
     assert out.strip() in {"BrokerLost", "NotAllowed"}
+
+
+def test_a_pinned_region_stays_and_says_why(node_factory):
+    node = node_factory("32M")
+    out = node.run("""
+mux = pymux.connect("a")
+region, other = mux.region("graph"), mux.region("other")
+with mux.phase("init"):
+    kept, moved = region.allocate(4 * PAGE), other.allocate(4 * PAGE)
+region.pin("NCCL has registered it")
+try:
+    mux.evict("graph")
+except pymux.RegionError as e:
+    say(e)
+say(mux.evict())
+with pymux.connect("b") as b:
+    with b.region("w"):
+        block = b.region("w").allocate(12 * PAGE)
+    say(mux.stats()["regions"]["graph"]["resident_bytes"])
+    try:
+        with b.phase("more", timeout=1):
+            again = b.region("w").allocate(1)
+    except pymux.PymuxError as e:
+        say(type(e).__name__)
+region.unpin()
+say(mux.evict("graph"))
+""")
+    why, first, kept, error, last = out.splitlines()
+    assert why == "region 'graph' stays on the device: NCCL has registered it"
+    assert int(first) == 4 * PAGE
+    assert int(kept) == 4 * PAGE
+    assert error in {"DeviceOutOfMemory", "CapacityError"}
+    assert int(last) == 4 * PAGE

@@ -452,3 +452,29 @@ def test_a_phases_priority_is_that_of_the_stream_its_body_runs_on_and_ends_with_
 def test_phase_options_that_make_no_sense_are_refused_at_once(mux, options):
     with pytest.raises(pymux.ConfigError):
         mux.phase("p", **options)
+
+
+@pytest.mark.parametrize(
+    ("env", "ranks", "backend", "registers"),
+    [
+        ({}, 2, "nccl", True),
+        ({"NCCL_GRAPH_REGISTER": "0"}, 2, "nccl", False),
+        ({"NCCL_CUMEM_ENABLE": "0"}, 2, "nccl", False),
+        ({}, 1, "nccl", False),
+        ({}, 2, "gloo", False),
+        ({}, 0, "nccl", False),  # no process group
+    ],
+)
+def test_what_nccl_registers_is_known(monkeypatch, env, ranks, backend, registers):
+    from pymux.integrations.torch import _registered_by_nccl
+
+    for name in ("NCCL_GRAPH_REGISTER", "NCCL_CUMEM_ENABLE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: ranks > 0)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    reason = _registered_by_nccl("NCCL_GRAPH_REGISTER", "1")
+    assert (reason is not None) == registers
+    assert reason is None or "NCCL_GRAPH_REGISTER=0" in reason

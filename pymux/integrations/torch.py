@@ -8,6 +8,7 @@ whose storage lies in the region: a function mode moves what torch's factory fun
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -80,6 +81,8 @@ class Integration:
             with region.serving_torch_allocator():
                 yield
             return
+        if reason := _registered_by_nccl("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "0"):
+            region.pin(reason)
         pool = self._pool_of(region)
         device = self._device_of(region)
         with region.serving_torch_allocator(), torch.cuda.use_mem_pool(pool, device=device):
@@ -127,6 +130,8 @@ class Integration:
         """
         if self.device.type == "cpu":
             raise DriverError("CUDA graphs need a CUDA build of torch and a GPU.")
+        if reason := _registered_by_nccl("NCCL_GRAPH_REGISTER", "1"):
+            region.pin(reason)
         pool = None if self.replaced else self._pool_of(region).id
         with region.serving_torch_allocator(), torch.cuda.graph(graph, pool=pool, **options):
             yield
@@ -356,6 +361,25 @@ class _FrozenMode(TorchDispatchMode):
                         f"Write it in 'with mux.region({region.name!r})', or create it without frozen=True."
                     )
         return func(*args, **kwargs)
+
+
+def _registered_by_nccl(setting: str, default: str) -> str | None:
+    """Why NCCL registers what is allocated or captured now, or None.
+
+    Registered memory is known to the group's other members by its physical pages, which an eviction would change.
+    NCCL registers VMM memory through cuMem handles alone, so not with NCCL_CUMEM_ENABLE=0.
+    """
+    value = os.environ.get(setting, default)
+    if value.lower() in {"0", "false", ""} or os.environ.get("NCCL_CUMEM_ENABLE") == "0":
+        return None
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    if "nccl" not in torch.distributed.get_backend() or torch.distributed.get_world_size() == 1:
+        return None
+    return (
+        f"NCCL registers its memory ({setting}={value}), and the other ranks know it by its physical pages. Set "
+        f"{setting}=0 before the process group is made, and it can move."
+    )
 
 
 def _region_of(mux: Mux, t: Any) -> Region | None:
