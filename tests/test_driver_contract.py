@@ -229,6 +229,8 @@ def test_the_default_stream_waits_for_blocking_streams_and_they_for_it(vmm, cuda
     cuda.ok("cuStreamCreateWithPriority", byref(stream), 0, 0)
     cuda.ok("cuMemcpyHtoDAsync_v2", u64(ptr), host, size_t(n), stream)
     assert vmm.read(ptr + n - 2, 2) == b"\x04\x04", "read on the default stream"
+    cuda.ok("cuMemsetD32Async", u64(ptr), 0x01020304, size_t(n // 4), None)
+    assert cuda("cuMemsetD32Async", u64(ptr + 2), 0, size_t(1), None) == 1  # CUDA_ERROR_INVALID_VALUE
     cuda.ok("cuMemsetD8Async", u64(ptr), 8, size_t(n), None)
     cuda.ok("cuMemcpyDtoHAsync_v2", host, u64(ptr), size_t(n), stream)
     cuda.ok("cuStreamSynchronize", stream)
