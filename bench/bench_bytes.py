@@ -1,7 +1,8 @@
 """Two processes that need 60 % of the device each hand it over in turns, and look at every byte.
 
 Each writes a number of its own into each page in every phase, and in the next one reads all pages back: bytes that
-were lost, torn or another page's show. The handover is from the end of one's phase body to the beginning of the other's.
+were lost, torn or another page's show. The handover is from the end of one's phase body to the beginning of the
+other's.
 """
 
 import ctypes

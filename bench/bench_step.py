@@ -4,6 +4,7 @@ A transformer block's shapes in bfloat16: forward, backward, AdamW. Each allocat
 the figure is the ratio of the medians.
 """
 
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -50,15 +51,18 @@ def worker(kind: str) -> None:
     print(json.dumps(statistics.median(times[10:])), flush=True)
 
 
-def main() -> bool:
-    try:
-        import torch
-
-        if not torch.cuda.is_available():
-            raise ImportError
-    except ImportError:
-        print("allocator_step_ratio: not run (needs a CUDA build of torch and a GPU)")
+def has_gpu() -> bool:
+    if importlib.util.find_spec("torch") is None:
         return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def main() -> None:
+    if not has_gpu():
+        print("allocator_step_ratio: not run (needs a CUDA build of torch and a GPU)")
+        return
     times: dict[str, list[float]] = {"torch": [], "pymux": []}
     for _ in range(args.rounds):
         for kind, seen in times.items():
@@ -76,7 +80,6 @@ def main() -> bool:
         ],
         args.json,
     )
-    return True
 
 
 if args.worker:
