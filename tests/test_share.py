@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import time
 
@@ -256,6 +257,47 @@ def test_crowd_of_readers_in_turn_under_pressure(node_factory):
             assert order(w, "own") == "checked"
     held = sum(c["pages_held"] for c in node.status()["clients"])
     assert held <= 20
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_deaths_and_stops_at_random_change_nothing_for_the_others(node_factory, seed):
+    rnd = random.Random(seed)
+    node = node_factory("40M")  # 20 pages
+    w, token = writer(node, pages=8, byte=1, OWN="3")
+    sharing = [w]
+    other = node.start(PROCESS, NAME="other", PAGES="14")
+    assert hear(other)
+    value, answer, end = "1", "", time.monotonic() + 8
+    while time.monotonic() < end:
+        what, p = rnd.random(), rnd.choice(sharing)
+        if what < 0.15 or len(sharing) < 3:
+            writable = {"WRITABLE": "1"} if rnd.random() < 0.5 else {}
+            name = f"sampler{len(node.processes)}"
+            sharing.append(reader(node, token, pages=8, name=name, OWN=rnd.choice("024"), **writable))
+        elif what < 0.25:
+            sharing.remove(p)
+            if rnd.random() < 0.4:
+                assert order(p, "close") == "closed"
+            p.kill()
+            p.wait()
+        elif what < 0.3:
+            p.send_signal(signal.SIGSTOP)
+            order(rnd.choice([q for q in sharing if q is not p]), "evict")
+            p.send_signal(signal.SIGCONT)
+        elif what < 0.5:
+            assert order(other, "read") == "0"
+        elif what < 0.6:
+            order(p, "evict")
+        elif what < 0.75 and p is w:
+            value = str(rnd.randrange(1, 255))
+            answer = order(w, f"write {value}")
+            assert answer.isdigit() or answer.startswith("ContentsLost"), answer
+        else:
+            answer = order(p, "read")
+            assert answer == value or answer.startswith("ContentsLost"), answer
+        if answer.startswith("ContentsLost"):
+            break  # only the dead one had it: said, and not another's contents
+    assert sum(c["pages_held"] for c in node.status()["clients"]) <= 20
 
 
 @pytest.mark.parametrize("token", ["", "weights", "pymux-region:xyz", 5])
