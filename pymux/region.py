@@ -111,6 +111,24 @@ class Region:
         """
         return self.agent.allocate(self.core, nbytes)
 
+    def capture_graph(self, graph: Any, **options: Any) -> contextlib.AbstractContextManager[None]:
+        """Capture a CUDA graph whose private memory is in the region: ``with region.capture_graph(graph):``, in a phase.
+
+        It replays in phases that use the region, also after the memory has been out and back. Not inside a
+        ``with mux.region(...)`` block of the same region: torch does not begin a pool twice.
+
+        Args:
+            graph: a ``torch.cuda.CUDAGraph``.
+            **options: of ``torch.cuda.graph``, but for its pool.
+
+        Raises:
+            DriverError: this torch has no CUDA.
+        """
+        manager: contextlib.AbstractContextManager[None] = self.mux._torch_integration().capturing(  # noqa: SLF001
+            self, graph, **options
+        )
+        return manager
+
     def read(self, ptr: int, to: Any) -> None:
         """Copy contents at a device address into a writable buffer, without a lease.
 

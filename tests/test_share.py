@@ -70,6 +70,14 @@ for order, _, argument in ((line.partition(" ")) for line in iter(hear, "")):
             with mux.phase("rollout"):
                 ctypes.memset(address, 1, 1)
             say("written")
+        elif order == "arm":
+            from pymux import _core
+            fail = ctypes.CDLL(_core.load_driver("sim")).cudasim_fail_nth
+            fail(b"*", ctypes.c_long(int(argument)), 999, 0)
+            say("armed")
+        elif order == "disarm":
+            fail.restype = ctypes.c_long
+            say(fail(b"*", ctypes.c_long(0), 0, 0))
         elif order == "stats":
             s = mux.stats()
             say(json.dumps(s))
@@ -257,6 +265,38 @@ def test_crowd_of_readers_in_turn_under_pressure(node_factory):
             assert order(w, "own") == "checked"
     held = sum(c["pages_held"] for c in node.status()["clients"])
     assert held <= 20
+
+
+@pytest.mark.parametrize("what", ["read", "evict", "peek", "close"])
+def test_whichever_driver_call_of_sharing_fails(node_factory, what):
+    node = node_factory("32M")
+    w, token = writer(node, pages=2, byte=8)
+    r = reader(node, token, pages=2)
+    at, left = 0, 0
+    while left == 0:  # until the call that would fail is none of these
+        at += 1
+        if what == "close":
+            r.kill()
+            r.wait()
+            r = reader(node, token, pages=2, name=f"sampler{at}")
+            assert order(r, "read") == "8"
+        elif at % 2 and what == "read":  # from host memory, else from the other's
+            assert not order(w, "evict").startswith("C")
+        else:
+            assert order(w, "read") == "8"
+        victim = w if what == "evict" else r
+        assert order(victim, f"arm {at}") == "armed"
+        answer = order(victim, what)
+        left = int(order(victim, "disarm"))
+        if what in {"read", "peek"}:
+            assert answer == "8" or answer.startswith("CudaError"), answer
+        if what != "close":
+            assert order(r, "read") == "8"
+            assert order(victim, "read") == "8"
+        assert order(w, "read") == "8"
+    assert at > 3
+    held = sum(c["pages_held"] for c in node.until(lambda s: s["clients"])["clients"])
+    assert held <= 2 + (what == "close")
 
 
 @pytest.mark.parametrize("seed", [1, 2])

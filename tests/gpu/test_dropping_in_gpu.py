@@ -95,6 +95,27 @@ def test_a_graphs_private_pool_in_the_replaced_allocator_survives_a_swap():
         assert hear(p) == "6.0"
 
 
+def test_a_graphs_memory_in_a_region_survives_a_swap():
+    code = """
+    mux = pymux.connect("graph")
+    region = mux.region("graph")
+    with mux.region("weights"):
+        x = torch.ones(1 << 20, device=mux.device)
+    with mux.phase("capture"):
+        graph = torch.cuda.CUDAGraph()
+        with region.capture_graph(graph):
+            y = torch.relu(x) * 2
+    assert region.contains(y.data_ptr())
+    mux.evict()
+    with mux.phase("replay"):
+        graph.replay()
+        torch.cuda.synchronize()
+        say(float(y.sum()) / (1 << 20))
+    """
+    with process(code) as p:
+        assert hear(p) == "2.0"
+
+
 def test_a_process_of_plain_torch_is_shared_as_a_whole():
     guest = """
     x = torch.arange(1 << 24, device="cuda", dtype=torch.float32)
