@@ -97,9 +97,11 @@ Segment::Segment(const Device& device, Fd control, Fd memory)
 std::shared_ptr<Segment> Segment::create(const Device& device, const std::string& name, std::size_t page_size,
                                          std::size_t pages, const std::string& socket) {
   Fd control(memfd_create("pymux-share", MFD_CLOEXEC)), memory(memfd_create("pymux-shared-backing", MFD_CLOEXEC));
+  constexpr std::size_t chunk = Backing::kSlotsPerChunk;
+  const std::size_t slots = (pages + chunk - 1) / chunk * chunk;
   const std::size_t bytes = sizeof(Header) + pages * sizeof(std::uint64_t) + 2 * kMetaBytes;
   if (!control || !memory || ftruncate(control.get(), static_cast<off_t>(bytes)) != 0 ||
-      ftruncate(memory.get(), static_cast<off_t>(pages * page_size)) != 0)
+      ftruncate(memory.get(), static_cast<off_t>(slots * page_size)) != 0)
     fail("no shared memory can be had for region '" + name + "': " + std::strerror(errno) + ".");
   std::shared_ptr<Segment> s(new Segment(device, std::move(control), std::move(memory)));
   Header& h = *s->header_;
@@ -324,7 +326,8 @@ bool Segment::alone() const { return (header_->members & ~bit()) == 0; }
 void Segment::start_backing(const Device& device, std::function<void()> grown) {
   Fd again = reopen(memory_);
   if (!again) fail("the shared region's host memory cannot be opened again.");
-  backing_ = std::make_unique<Backing>(device, header_->page_size, std::move(grown), std::move(again), header_->pages);
+  backing_ = std::make_unique<Backing>(device, header_->page_size, std::move(grown), std::move(again),
+                                       memory_bytes_ / header_->page_size);
 }
 
 char* Segment::address(std::size_t page) const {
