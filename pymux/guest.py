@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pymux import _core, config
-from pymux.errors import CudaError, DriverError, LeaseError, PymuxError
+from pymux.errors import CudaError, DeviceOutOfMemory, DriverError, LeaseError, PymuxError
 from pymux.mux import Mux, connect
 from pymux.region import Region
 from pymux.wire import device_name
@@ -23,6 +23,7 @@ from pymux.wire import device_name
 _CLAIM = "claim"  # name of the region that stands for the process's memory
 _WATCH_SECONDS = 0.005  # how soon a process that waits for its next phase gives the device away
 THAW_SECONDS = 60.0  # how long a process that is left behind is tried to be set going again
+_FREE_SECONDS = 5.0
 _RETRY_SECONDS = 1.0  # after which a process that could not be stopped is tried again
 
 
@@ -142,6 +143,19 @@ class Opaque:
             self._save()
             return max(least, before - nvml.memory(device).used, 1)
 
+    def _restore(self) -> None:
+        """Restore the process; memory that was just given up may take a moment to be free."""
+        until = time.monotonic() + _FREE_SECONDS
+        while True:
+            try:
+                _core.checkpoint_restore(self.pid)
+            except DeviceOutOfMemory:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.01)
+            else:
+                return
+
     def _lock(self) -> None:
         _core.checkpoint_lock(self.pid, self._lock_ms)
 
@@ -198,7 +212,7 @@ class Opaque:
             try:
                 state = _state(self.pid)
                 if state == "checkpointed":
-                    _core.checkpoint_restore(self.pid)
+                    self._restore()
                 if state != "running":
                     _core.checkpoint_unlock(self.pid)
             except PymuxError:

@@ -112,7 +112,7 @@ class Region:
         return self.agent.allocate(self.core, nbytes)
 
     def capture_graph(self, graph: Any, **options: Any) -> contextlib.AbstractContextManager[None]:
-        """Capture a CUDA graph whose private memory is in the region, in a phase: ``with region.capture_graph(graph):``.
+        """Capture a CUDA graph whose private memory is in the region: ``with region.capture_graph(graph):`` in a phase.
 
         It replays in phases that use the region, also after the memory has been out and back. Not inside a
         ``with mux.region(...)`` block of the same region: torch does not begin a pool twice.
