@@ -365,6 +365,13 @@ def quantile(values: list[float], q: float) -> float:
     return sorted(values)[min(len(values) - 1, int(q * len(values)))]
 
 
+def device_name() -> str:
+    from pymux import _core, config
+
+    _core.load_driver(config.load().driver)
+    return _core.Device(0).name
+
+
 def main() -> None:
     from common import arguments, node, publish, result
 
@@ -404,7 +411,7 @@ def main() -> None:
         for mib, metric, most in ((2, "reclaim_p50_ms", 20), (64, "reclaim_of_64_mib_p50_ms", None)):
             killed = statistics.median(reclaims(args.kills, mib))
             results.append(result(metric, killed * 1e3, "ms", at_most=most))
-    publish("latency", "simulated", results, args.json)
+    publish("latency", device_name(), results, args.json)
 
 
 if __name__ == "__main__":

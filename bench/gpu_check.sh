@@ -68,7 +68,7 @@ part facts 60 "$python" bench/bench_driver_facts.py --json "$work/1-facts.json"
 part copy 40 "$python" bench/bench_copy.py --json "$work/2-copy.json"
 part vmm 40 "$python" bench/bench_vmm.py --json "$work/3-vmm.json"
 part pin 40 "$python" bench/bench_pin.py --json "$work/4-pin.json"
-part latency 60 "$python" bench/bench_latency.py --json "$work/5-latency.json"
+part latency 60 "$python" bench/bench_latency.py --turns 300 --kills 5 --json "$work/5-latency.json"
 part share 40 "$python" bench/bench_share.py --json "$work/6-share.json"
 part arena 60 "$python" bench/bench_arena.py --json "$work/7-arena.json"
 if [ "$simulated" = 1 ]; then

@@ -146,15 +146,12 @@ class Opaque:
     def _restore(self) -> None:
         """Restore the process; memory that was just given up may take a moment to be free."""
         until = time.monotonic() + _FREE_SECONDS
-        while True:
-            try:
+        while time.monotonic() < until:
+            with contextlib.suppress(DeviceOutOfMemory):
                 _core.checkpoint_restore(self.pid)
-            except DeviceOutOfMemory:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.01)
-            else:
                 return
+            time.sleep(0.01)
+        _core.checkpoint_restore(self.pid)
 
     def _lock(self) -> None:
         _core.checkpoint_lock(self.pid, self._lock_ms)
