@@ -13,6 +13,7 @@
 #include <filesystem>
 #include <system_error>
 
+#include "ancillary.h"
 #include "error.h"
 
 namespace pymux {
@@ -73,17 +74,8 @@ SharePost::Sent SharePost::send(const std::string& to, const Note& note, const s
   m.msg_namelen = sizeof a;
   m.msg_iov = &v;
   m.msg_iovlen = 1;
-  alignas(cmsghdr) char control[CMSG_SPACE(Note::kPages * sizeof(int))] = {};
-  if (!fds.empty()) {
-    m.msg_control = control;
-    m.msg_controllen = CMSG_SPACE(fds.size() * sizeof(int));
-    cmsghdr* c = CMSG_FIRSTHDR(&m);
-    c->cmsg_level = SOL_SOCKET;
-    c->cmsg_type = SCM_RIGHTS;
-    c->cmsg_len = CMSG_LEN(fds.size() * sizeof(int));
-    int* out = reinterpret_cast<int*>(CMSG_DATA(c));
-    for (std::size_t i = 0; i < fds.size(); ++i) out[i] = fds[i].get();
-  }
+  Ancillary ancillary;
+  ancillary.attach(m, fds);
   while (sendmsg(fd_.get(), &m, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
     if (errno == EINTR) continue;
     // Too many descriptors on their way is a reason to wait too.
@@ -97,18 +89,12 @@ bool SharePost::receive(Note& note, std::vector<Fd>& fds) const {
   msghdr m{};
   m.msg_iov = &v;
   m.msg_iovlen = 1;
-  alignas(cmsghdr) char control[CMSG_SPACE(Note::kPages * sizeof(int))];
-  m.msg_control = control;
-  m.msg_controllen = sizeof control;
+  Ancillary ancillary;
+  ancillary.expect(m);
   ssize_t n = 0;
   while ((n = recvmsg(fd_.get(), &m, MSG_CMSG_CLOEXEC | MSG_DONTWAIT)) < 0)
     if (errno != EINTR) return false;
-  for (cmsghdr* c = CMSG_FIRSTHDR(&m); c; c = CMSG_NXTHDR(&m, c)) {
-    if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
-    const std::size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-    const int* got = reinterpret_cast<const int*>(CMSG_DATA(c));
-    for (std::size_t i = 0; i < count; ++i) fds.emplace_back(got[i]);
-  }
+  Ancillary::take(m, &fds);
   if (n != static_cast<ssize_t>(sizeof note)) note = Note{};  // not one of ours: a join that nobody can answer
   note.count = std::min<std::uint32_t>(note.count, Note::kPages);
   note.segment[sizeof note.segment - 1] = note.reply_to[sizeof note.reply_to - 1] = 0;

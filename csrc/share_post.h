@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "ancillary.h"
 #include "vmm.h"
 
 namespace pymux {
@@ -21,7 +22,7 @@ enum class NoteKind : std::uint32_t {
 };
 
 struct Note {
-  static constexpr std::size_t kPages = 64;  // also the most descriptors of a packet
+  static constexpr std::size_t kPages = Ancillary::kMost;
   NoteKind kind = NoteKind::join;
   std::uint32_t sender = 0, count = 0;  // sender: its place in the segment
   char segment[40] = {};                // its id

@@ -59,18 +59,8 @@ void Socket::send(const void* data, std::size_t size, const std::vector<Fd>& fds
   msghdr m{};
   m.msg_iov = &v;
   m.msg_iovlen = 1;
-  alignas(cmsghdr) char control[CMSG_SPACE(kMaxFds * sizeof(int))];
-  if (!fds.empty()) {
-    std::memset(control, 0, sizeof control);
-    m.msg_control = control;
-    m.msg_controllen = CMSG_SPACE(fds.size() * sizeof(int));
-    cmsghdr* c = CMSG_FIRSTHDR(&m);
-    c->cmsg_level = SOL_SOCKET;
-    c->cmsg_type = SCM_RIGHTS;
-    c->cmsg_len = CMSG_LEN(fds.size() * sizeof(int));
-    int* out = reinterpret_cast<int*>(CMSG_DATA(c));
-    for (std::size_t i = 0; i < fds.size(); ++i) out[i] = fds[i].get();
-  }
+  Ancillary ancillary;
+  ancillary.attach(m, fds);
   while (::sendmsg(this->fd(), &m, MSG_NOSIGNAL) < 0)
     if (errno != EINTR) fail("send to the broker");
 }
@@ -79,24 +69,15 @@ std::vector<char> Socket::receive(bool wait, std::vector<Fd>* fds) const {
   // One buffer a thread: messages are small, and this runs for each.
   thread_local std::vector<char> buffer(kMaxMessage);
   iovec v{buffer.data(), buffer.size()};
-  alignas(cmsghdr) char control[CMSG_SPACE(kMaxFds * sizeof(int))];
   msghdr m{};
   m.msg_iov = &v;
   m.msg_iovlen = 1;
-  m.msg_control = control;
-  m.msg_controllen = sizeof control;
+  Ancillary ancillary;
+  ancillary.expect(m);
   ssize_t n = 0;
   while ((n = ::recvmsg(this->fd(), &m, MSG_CMSG_CLOEXEC | (wait ? 0 : MSG_DONTWAIT))) < 0)
     if (errno != EINTR) fail("receive from the broker");
-  for (cmsghdr* c = CMSG_FIRSTHDR(&m); c; c = CMSG_NXTHDR(&m, c)) {
-    if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
-    const std::size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-    const int* got = reinterpret_cast<const int*>(CMSG_DATA(c));
-    for (std::size_t i = 0; i < count; ++i) {
-      Fd fd(got[i]);
-      if (fds) fds->push_back(std::move(fd));
-    }
-  }
+  Ancillary::take(m, fds);
   return {buffer.begin(), buffer.begin() + n};
 }
 

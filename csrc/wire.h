@@ -9,12 +9,13 @@
 #include <string>
 #include <vector>
 
+#include "ancillary.h"
 #include "vmm.h"
 
 namespace pymux::wire {
 
 constexpr std::uint32_t kVersion = 3;
-constexpr std::size_t kMaxFds = 64;
+constexpr std::size_t kMaxFds = Ancillary::kMost;
 constexpr std::size_t kMaxMessage = 1u << 20;  // a status reply is the longest
 
 enum Type : std::uint16_t {

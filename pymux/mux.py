@@ -465,12 +465,12 @@ class Mux:
         Returns:
             ``phase`` (idle, waiting, active, parked, leaving), ``generation``, page counts, host bytes, and
             under ``regions`` for each, in bytes: live (allocated); resident, of these clean and dirty;
-            evicted, of these spilled to disk; discarded; lost (discarded ever); swapped out, of these
-            written back in the background; swapped in, of these prefetched before the lease and streamed
-            behind the body; avoided, and why: the copy was current (clean), the fingerprint had not
-            changed (unchanged), no block was there (free), `Region.set_live` left it out (not_live), or
-            contents need not survive (discarded). With several devices: counts and bytes of all of them, the rest
-            of the first.
+            borrowed (shared, mapped here, and counted for another process); evicted, of these spilled to
+            disk; discarded; lost (discarded ever); swapped out, of these written back in the background;
+            swapped in, of these prefetched before the lease and streamed behind the body; avoided, and
+            why: the copy was current (clean), the fingerprint had not changed (unchanged), no block was
+            there (free), `Region.set_live` left it out (not_live), or contents need not survive
+            (discarded). With several devices: counts and bytes of all of them, the rest of the first.
         """
         first, *others = [agent.stats() for agent in self._agents]
         for stats in others:
