@@ -34,6 +34,12 @@ def parse_size(text: str) -> int:
     return int(value)
 
 
+def check_name(what: str, value: str) -> None:
+    """Raise ConfigError unless `value` can name a job, a process or a group."""
+    if not value or len(value.encode()) > 63 or "\0" in value:
+        raise ConfigError(f"{what}={value!r}: give a name of 1 to 63 bytes.")
+
+
 def _flag(name: str, default: bool) -> bool:
     value = os.environ.get(name, "").strip().lower()
     if value not in {"", "0", "1", "true", "false"}:

@@ -85,8 +85,7 @@ def connect(
     if group is not None:
         name = f"{group}.controller" if controller and name == "main" else name if name != "main" else f"{group}.{rank}"
     for what, value in (("job", job), ("name", name), ("group", name if group is None else group)):
-        if not value or len(value.encode()) > 63 or "\0" in value:
-            raise ConfigError(f"{what}={value!r}: give a name of 1 to 63 bytes.")
+        config.check_name(what, value)
     if swap not in {"demand", "snapshot"}:
         raise ConfigError(f"swap={swap!r}: use 'demand' or 'snapshot'.")
     if devices is not None and (group is not None or not devices or len(set(devices)) < len(devices)):

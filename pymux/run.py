@@ -54,6 +54,7 @@ def prepare(command: Sequence[str], job: str | None, environ: Mapping[str, str])
     driver = _core.load_driver(settings.driver)
     script = next((a for a in command[1:] if a.endswith(".py")), command[0])
     job = job or Path(script).stem[:63]
+    config.check_name("job", job)
     said = [
         ("socket", str(settings.socket)),
         ("driver", driver),

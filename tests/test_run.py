@@ -167,5 +167,7 @@ def test_programs_that_cannot_be_served_are_named(tmp_path, monkeypatch):
     _, environ = prepare(["sh"], "j", {"LD_PRELOAD": "/lib/libc.so.6", "PYMUX_JOB": "x"})
     assert environ["LD_PRELOAD"].endswith("libpymux_preload.so:/lib/libc.so.6")
     assert environ["PYMUX_JOB"] == "j"
+    with pytest.raises(ConfigError, match="63 bytes"):
+        prepare(["sh"], "j" * 64, {})
     _, environ = prepare(["sh", "train_math.py"], None, {})
     assert environ["PYMUX_JOB"] == "train_math"
