@@ -691,8 +691,8 @@ std::uint64_t Agent::own_locked() const {
 }
 
 std::uint64_t Agent::want_locked() const {
-  const std::uint64_t spare = held_ - used_;
-  return held_ + (fill_.size() > spare ? fill_.size() - spare : 0);
+  const std::uint64_t spare = held_ - used_, missing = fill_.size() + debts_.size();
+  return held_ + (missing > spare ? missing - spare : 0);
 }
 
 }  // namespace pymux

@@ -219,7 +219,8 @@ class Agent {
   struct Leaving {  // a page that goes once the others have unmapped it
     PageRef ref;
     double until = 0;
-    bool copy = false, refused = false;
+    bool copy = false;
+    int refused_by = -1;  // member
   };
   void open_post();
   void show_wishes_locked();
@@ -236,7 +237,9 @@ class Agent {
   void advance_leaving();
   std::optional<Store> shared_store(PageRef ref);
   bool spare_host(Backing& b, std::size_t slots);
+  void settle_debts();
   void tend();
+  bool carries_for_others(const Region& region) const;
   void leave_segments();
 
   // agent thread: pages (agent_pages.cpp)
@@ -357,6 +360,7 @@ class Agent {
   std::unique_ptr<SharePost> post_;
   std::vector<Awaited> awaited_;
   std::vector<Leaving> leaving_;
+  std::vector<PageRef> debts_;  // pages of ours that the broker does not count, and a phase uses
   std::map<std::tuple<Segment*, unsigned, NoteKind>, std::vector<std::uint32_t>> notes_;  // to be sent
   double tend_at_ = 0, spared_at_ = 0;
   std::atomic<std::size_t> shared_host_{0};  // bytes of what this process may pin that went to segments

@@ -224,6 +224,7 @@ void Agent::run(std::promise<void>& ready) {
     }
   }
   if (device_) give_all_back();
+  for (auto& r : shared_) r->segment->resign();
   drop_socket();
   std::lock_guard lock(mutex_);
   pager_.reset();
@@ -523,7 +524,7 @@ void Agent::begin_acquire() {
 
 void Agent::send_want() {
   std::lock_guard lock(mutex_);
-  if (fill_.size() <= held_ - used_) return;
+  if (fill_.size() + debts_.size() <= held_ - used_) return;
   auto m = wire::make<wire::Want>(wire::kWant);
   m.seq = ++seq_;
   m.want = want_locked();

@@ -51,6 +51,7 @@ void Agent::step() {
   pager_->advance();
   if (shares_) {
     if (now_seconds() >= tend_at_) tend();
+    settle_debts();
     advance_awaited();
   }
   while (quota_ > 0 && !pager_->out_full() && (options_.duplex || pager_->in_empty()) && start_out()) progress = true;
@@ -150,7 +151,7 @@ void Agent::hand_out(Page page) {
 bool Agent::give_spare() {
   {
     std::lock_guard lock(mutex_);
-    if (held_ - used_ <= fill_.size()) return false;
+    if (held_ - used_ <= fill_.size() + debts_.size()) return false;
     held_ -= 1;
   }
   quota_ -= 1;
@@ -273,8 +274,7 @@ void Agent::evict_now(const Region* only, bool always_copy) {
   victims_ = candidates(false);
   if (only) std::erase_if(victims_, [&](const PageRef& p) { return p.region != only; });
   victims_known_ = true;
-  const std::uint64_t spare = held_ - used_;
-  quota_ += victims_.size() + (only ? 0 : spare);
+  quota_ += victims_.size() + held_ - used_;  // spare pages go first
   try {
     while (quota_ > 0 || !pager_->out_empty() || !leaving_.empty()) {
       step();

@@ -19,6 +19,7 @@ constexpr double kAgreement = 1.0;  // how long the carrier waits for the others
 constexpr double kAskAgain = 0.2;
 constexpr double kPatience = 10.0;  // after which a carrier that does not answer is an error
 constexpr double kTend = 0.25;      // how soon a process that died is noticed
+constexpr double kLastAsks = 0.1;
 constexpr double kJoinWait = 5.0;
 
 std::string directory_of(const std::string& socket) { return socket.substr(0, socket.rfind('/')); }
@@ -215,7 +216,8 @@ void Agent::take_notes() {
           note(*region->segment, n.sender, unmap_shared(*region, page) ? NoteKind::dropped : NoteKind::keep, page);
           break;
         case NoteKind::keep:
-          for (Leaving& l : leaving_) l.refused |= l.ref.region == region.get() && l.ref.index == page;
+          for (Leaving& l : leaving_)
+            if (l.ref.region == region.get() && l.ref.index == page) l.refused_by = static_cast<int>(n.sender);
           break;
         default:  // dropped: the segment says it too
           break;
@@ -369,7 +371,7 @@ bool Agent::begin_leave(PageRef ref, bool copy) {
   const std::uint32_t others = s.at(ref.index).holders & ~s.bit();
   for (unsigned m = 0; m < Segment::kMembers; ++m)
     if (others >> m & 1) note(s, m, NoteKind::drop, ref.index);
-  leaving_.push_back({ref, now_seconds() + kAgreement, copy, false});
+  leaving_.push_back({ref, now_seconds() + kAgreement, copy, -1});
   return true;
 }
 
@@ -388,9 +390,10 @@ void Agent::advance_leaving() {
       }
       return true;
     }
-    if (!l.refused && now_seconds() < l.until) return waited = true, false;
+    if (l.refused_by < 0 && now_seconds() < l.until) return waited = true, false;
     std::lock_guard lock(mutex_);
-    s.abort_leave(l.ref.index);
+    // What nobody's right covers is best carried by who uses it, and can get one.
+    s.abort_leave(l.ref.index, l.ref.entry().owed ? l.refused_by : -1);
     l.ref.entry().moving = false;
     missing_ += !l.ref.entry().owed;
     return true;
@@ -423,9 +426,27 @@ bool Agent::spare_host(Backing& b, std::size_t slots) {
   return true;
 }
 
-// Now and then: what dead processes left is somebody's again, and what was left to us goes out.
+// Pays for pages that were left to us in the middle of a phase with the rights that came for them.
+void Agent::settle_debts() {
+  std::lock_guard lock(mutex_);
+  for (; !debts_.empty() && held_ > used_; debts_.pop_back()) {
+    PageEntry& e = debts_.back().entry();
+    if (!e.owed || e.state != PageState::resident) continue;
+    e.owed = false;
+    used_ += 1;
+    // The memory that came with the right is one page too much.
+    if (!spare_fds_.empty())
+      spare_fds_.pop_back();
+    else if (!spare_.empty())
+      spare_.pop_back();
+  }
+}
+
+// Now and then: what dead processes left is somebody's again. What was left to us goes out, or is paid for
+// while a phase uses it.
 void Agent::tend() {
   tend_at_ = now_seconds() + kTend;
+  debts_.clear();
   for (auto& r : shared_) {
     Segment& s = *r->segment;
     s.bury_dead();
@@ -435,7 +456,11 @@ void Agent::tend() {
       if (w.where != Where::device || w.carrier != s.self() || !e.owed) continue;
       {
         std::lock_guard lock(mutex_);
-        if (e.moving || e.state != PageState::resident || (running_locked() && in_use_locked(*r))) continue;
+        if (e.moving || e.state != PageState::resident) continue;
+        if (running_locked() && in_use_locked(*r)) {
+          debts_.push_back({r.get(), i});
+          continue;
+        }
       }
       try {
         if (!w.copied && !shared_store({r.get(), i})) continue;
@@ -450,6 +475,18 @@ void Agent::tend() {
       e.moving = false;
     }
   }
+  if (debts_.empty()) return;
+  settle_debts();
+  send_want();  // also for what those rights had come for
+}
+
+bool Agent::carries_for_others(const Region& region) const {
+  const Segment& s = *region.segment;
+  for (std::size_t i = 0, n = s.used(); i < n; ++i) {
+    const Segment::Word w = s.at(i);
+    if (w.where == Where::device && w.carrier == s.self() && (w.holders & ~s.bit())) return true;
+  }
+  return false;
 }
 
 // At close: contents that others may want are in host memory, or on the device with one of them.
@@ -459,6 +496,11 @@ void Agent::leave_segments() {
     s.set_wish(Segment::Wish::none);
     s.bury_dead();
     if (!s.alone()) evict_now(r.get(), false);
+    for (const double until = now_seconds() + kLastAsks; now_seconds() < until && carries_for_others(*r);) {
+      poll_once(5);  // who has just asked for a page still gets it
+      take_notes();
+      send_notes();
+    }
     for (std::size_t i = 0; i < r->pages.size(); ++i) {
       PageEntry& e = r->pages[i];
       if (e.state != PageState::resident) continue;

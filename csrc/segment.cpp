@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "error.h"
 
@@ -132,6 +133,7 @@ void Segment::take_place(const std::string& socket) {
   while (i < kMembers && !lock_byte(control_, i, F_WRLCK)) ++i;
   if (i == kMembers) fail("region '" + name() + "' is shared by " + std::to_string(kMembers) + " processes already.");
   self_ = i;
+  member_ = true;
   bury(i);
   auto& m = header_->member[i];
   std::memset(m.socket, 0, sizeof m.socket);
@@ -141,14 +143,17 @@ void Segment::take_place(const std::string& socket) {
   header_->members |= bit();
 }
 
-Segment::~Segment() {
+void Segment::resign() {
   backing_.reset();
-  if (header_) {
-    set_wish(Wish::none);
-    header_->members &= ~bit();
-    munmap(header_, control_bytes_);
-  }
-  if (plain_) munmap(plain_, memory_bytes_);
+  if (plain_) munmap(std::exchange(plain_, nullptr), memory_bytes_);
+  if (!std::exchange(member_, false)) return;
+  bury(self_);
+  lock_byte(control_, self_, F_UNLCK);
+}
+
+Segment::~Segment() {
+  resign();
+  munmap(header_, control_bytes_);
 }
 
 std::string Segment::id() const {
@@ -228,9 +233,10 @@ bool Segment::begin_leave(std::size_t page) {
   });
 }
 
-void Segment::abort_leave(std::size_t page) {
-  change(page, [](Word& w) {
+void Segment::abort_leave(std::size_t page, int carrier) {
+  change(page, [&](Word& w) {
     w.where = Where::device;
+    if (carrier >= 0 && (w.holders >> carrier & 1)) w.carrier = static_cast<std::uint8_t>(carrier);
     return true;
   });
 }

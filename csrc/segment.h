@@ -38,10 +38,12 @@ class Segment {
   // Joins one. Throws RegionError: another device or page size, or no place left.
   static std::shared_ptr<Segment> join(const Device& device, std::size_t page_size, Fd control, Fd memory,
                                        const std::string& socket);
-  // Leaves: nothing may be mapped any more.
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
+
+  // Not a member any more: nothing of it may be mapped here. What is told of the segment stays readable.
+  void resign();
 
   std::string id() const;  // 32 hex digits
   std::string name() const;
@@ -57,14 +59,14 @@ class Segment {
   void grow(std::size_t pages);
 
   // Transitions; false (and nothing changed) where the page is not as they need it.
-  bool hold(std::size_t page, Word& seen);  // we may map a page that is on the device
-  void drop(std::size_t page);              // we do not map it (any more)
-  bool claim(std::size_t page);             // we bring it in
-  void unclaim(std::size_t page);           // which failed
-  void arrived(std::size_t page);           // it is on the device and ours
-  bool begin_leave(std::size_t page);       // we are the carrier, and want it out
-  void abort_leave(std::size_t page);
-  void departed(std::size_t page);   // it is in host memory alone
+  bool hold(std::size_t page, Word& seen);               // we may map a page that is on the device
+  void drop(std::size_t page);                           // we do not map it (any more)
+  bool claim(std::size_t page);                          // we bring it in
+  void unclaim(std::size_t page);                        // which failed
+  void arrived(std::size_t page);                        // it is on the device and ours
+  bool begin_leave(std::size_t page);                    // we are the carrier, and want it out
+  void abort_leave(std::size_t page, int carrier = -1);  // carrier: a holder that is to be it from now on
+  void departed(std::size_t page);                       // it is in host memory alone
   void hand_over(std::size_t page);  // we are leaving: another holder is the carrier, if there is one
   void wrote(std::size_t page);      // host memory does not have what it holds
   void place(std::size_t page);      // at creation: on the device, ours
@@ -114,6 +116,7 @@ class Segment {
   std::size_t control_bytes_ = 0, memory_bytes_ = 0;
   char* plain_ = nullptr;  // all of the memory, not pinned
   unsigned self_ = 0;
+  bool member_ = false;
   std::unique_ptr<Backing> backing_;
   Event event_;
   struct Opened {
