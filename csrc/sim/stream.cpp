@@ -574,9 +574,8 @@ SIM_API CUresult CUDAAPI cuMemsetD8Async(CUdeviceptr dst, unsigned char value, s
 SIM_API CUresult CUDAAPI cuMemsetD32Async(CUdeviceptr dst, unsigned value, size_t n, CUstream stream) {
   SIM_ENTER("cuMemsetD32Async", kContext);
   if (dst % sizeof value) return CUDA_ERROR_INVALID_VALUE;
-  return on_device(stream, n * sizeof value, dst, 0, false, [=] {
-    std::fill_n(reinterpret_cast<unsigned*>(dst), n, value);
-  });
+  return on_device(stream, n * sizeof value, dst, 0, false,
+                   [=] { std::fill_n(reinterpret_cast<unsigned*>(dst), n, value); });
 }
 
 SIM_API CUresult CUDAAPI cuMemsetD8(CUdeviceptr dst, unsigned char value, size_t n) {
