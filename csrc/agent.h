@@ -246,6 +246,7 @@ class Agent {
   void step();
   bool demand() const;
   void hand_out(Page page);
+  void drop_spare_memory();
   bool give_spare();
   bool start_out();
   void fail_out(std::exception_ptr why);

@@ -11,7 +11,7 @@ namespace pymux {
 namespace {
 constexpr double kMintPatience = 5.0;  // a dying process gives its memory back within this
 constexpr double kMintRetry = 0.002;
-constexpr double kSpare = 1.0;
+constexpr double kSpare = 1.0;      // what is asked for again within this is given although others wait for it
 constexpr double kHostRetry = 1.0;  // how long a full host is not asked again when there is a spill file
 }  // namespace
 
@@ -145,6 +145,14 @@ void Agent::hand_out(Page page) {
   }
   page = Page();  // released before the broker hears of it
   outgoing_bare_ += 1;
+}
+
+// A right is used for memory that is there already: what came with it goes back to the driver.
+void Agent::drop_spare_memory() {
+  if (!spare_fds_.empty())
+    spare_fds_.pop_back();
+  else if (!spare_.empty())
+    spare_.pop_back();
 }
 
 // Gives away a page without contents that nobody here waits for; false when there is none.
@@ -582,10 +590,7 @@ bool Agent::start_in() {
     PageEntry& e = fill_.front().entry();
     fill_.pop_front();
     if (e.state == PageState::resident) return true;
-    if (!spare_fds_.empty())
-      spare_fds_.pop_back();
-    else if (!spare_.empty())
-      spare_.pop_back();
+    drop_spare_memory();
     std::lock_guard lock(mutex_);
     e.state = PageState::resident;
     used_ += 1;

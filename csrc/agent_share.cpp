@@ -19,7 +19,7 @@ constexpr double kAgreement = 1.0;  // how long the carrier waits for the others
 constexpr double kAskAgain = 0.2;
 constexpr double kPatience = 10.0;  // after which a carrier that does not answer is an error
 constexpr double kTend = 0.25;      // how soon a process that died is noticed
-constexpr double kLastAsks = 0.1;
+constexpr double kLastAsks = 0.1;   // how long who closes still answers
 constexpr double kJoinWait = 5.0;
 
 std::string directory_of(const std::string& socket) { return socket.substr(0, socket.rfind('/')); }
@@ -145,7 +145,7 @@ void Agent::send_notes() {
       Note n;
       n.kind = kind;
       n.sender = segment->self();
-      std::memcpy(n.segment, segment->id().data(), 32);
+      wire::put_text(n.segment, sizeof n.segment, segment->id());
       std::vector<Fd> fds;
       const std::size_t count = std::min(pages.size(), Note::kPages);
       for (std::size_t i = 0; i < count; ++i) {
@@ -434,11 +434,7 @@ void Agent::settle_debts() {
     if (!e.owed || e.state != PageState::resident) continue;
     e.owed = false;
     used_ += 1;
-    // The memory that came with the right is one page too much.
-    if (!spare_fds_.empty())
-      spare_fds_.pop_back();
-    else if (!spare_.empty())
-      spare_.pop_back();
+    drop_spare_memory();  // what came with the right is one page too much
   }
 }
 

@@ -1,4 +1,4 @@
-// Descriptors that travel beside a message on a unix socket.
+// A message on a unix socket, and the descriptors that travel beside it.
 #pragma once
 
 #include <sys/socket.h>
@@ -13,14 +13,21 @@ namespace pymux {
 class Ancillary {
  public:
   static constexpr std::size_t kMost = 64;  // descriptors a message
-  // To be sent with a message; without any nothing is attached.
-  void attach(msghdr& m, const std::vector<Fd>& fds);
-  // Makes room for those that a message brings.
-  void expect(msghdr& m);
+  // Of these bytes, to be sent or received into.
+  Ancillary(void* data, std::size_t size);
+  Ancillary(const Ancillary&) = delete;
+  Ancillary& operator=(const Ancillary&) = delete;
+  msghdr* message() { return &message_; }
+  // To be sent with it; without any nothing is attached.
+  void attach(const std::vector<Fd>& fds);
+  // Makes room for those that it brings.
+  void expect();
   // Takes over what recvmsg() has put there; without `fds` it is closed.
-  static void take(msghdr& m, std::vector<Fd>* fds);
+  void take(std::vector<Fd>* fds);
 
  private:
+  iovec bytes_;
+  msghdr message_{};
   alignas(cmsghdr) char control_[CMSG_SPACE(kMost * sizeof(int))] = {};
 };
 

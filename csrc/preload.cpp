@@ -4,7 +4,6 @@
 #include <dlfcn.h>
 #include <link.h>
 #include <pthread.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cstddef>

@@ -57,7 +57,6 @@ AgentOptions options(int device, std::string& driver) {
     if (key == "spawn") o.spawn.push_back(value);
     if (key == "page_size") o.page_size = std::stoull(value);
     if (key == "pass_pages") o.pass_pages = value == "1";
-    if (key == "duplex") o.duplex = value == "1";
   }
   return o;
 }

@@ -288,15 +288,12 @@ Segment::Wish Segment::wish_of_others() const {
 
 // ---- members -------------------------------------------------------------------------------
 
-bool Segment::bury_dead() {
-  bool any = false;
+void Segment::bury_dead() {
   for (unsigned i = 0; i < kMembers; ++i) {
     if (i == self_ || !(header_->members >> i & 1) || !lock_byte(probe_, i, F_WRLCK)) continue;
     bury(i);
     lock_byte(probe_, i, F_UNLCK);
-    any = true;
   }
-  return any;
 }
 
 // The caller has the lock of the place.
@@ -357,12 +354,11 @@ void Segment::publish(const std::string& meta) {
 
 Segment::Published Segment::published() const {
   for (;;) {
-    const std::uint64_t now = header_->published;
-    Published p{now >> 8, static_cast<unsigned>(now & 0xff), {}};
+    Published p{generation(), {}};
     const std::size_t area = p.generation & 1;
     p.meta.assign(meta_ + area * kMetaBytes, std::min<std::size_t>(header_->meta_bytes[area], kMetaBytes));
     // The other area is written for the next generation, this one again only for the one after it.
-    if ((header_->published >> 8) <= p.generation + 1) return p;
+    if (generation() <= p.generation + 1) return p;
   }
 }
 

@@ -77,18 +77,17 @@ class Segment {
   Wish wish_of_others() const;  // the strongest
 
   bool alone() const;  // no other member is there, as far as known
-  // Takes the dead out: what they mapped, and what they carried goes to a holder that lives. Whether any.
-  bool bury_dead();
+  // Takes the dead out: what they mapped, and what they carried goes to a holder that lives.
+  void bury_dead();
 
   // Host memory of a page: pinned where this process has pinned it, else plain.
   char* address(std::size_t page) const;
   Backing& backing() { return *backing_; }
   void start_backing(const Device& device, std::function<void()> grown);
 
-  // What the latest publish() said: its generation from 1, who published, and a description.
+  // What the latest publish() said: its generation from 1, and a description.
   struct Published {
     std::uint64_t generation = 0;
-    unsigned member = 0;
     std::string meta;
   };
   // Throws RegionError when the description is too long.

@@ -15,6 +15,7 @@
 
 #include "ancillary.h"
 #include "error.h"
+#include "wire.h"
 
 namespace pymux {
 namespace {
@@ -68,15 +69,11 @@ SharePost::~SharePost() {
 SharePost::Sent SharePost::send(const std::string& to, const Note& note, const std::vector<Fd>& fds) const {
   sockaddr_un a{};
   if (!address(to, a)) return Sent::gone;
-  iovec v{const_cast<Note*>(&note), sizeof note};
-  msghdr m{};
-  m.msg_name = &a;
-  m.msg_namelen = sizeof a;
-  m.msg_iov = &v;
-  m.msg_iovlen = 1;
-  Ancillary ancillary;
-  ancillary.attach(m, fds);
-  while (sendmsg(fd_.get(), &m, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
+  Ancillary packet(const_cast<Note*>(&note), sizeof note);
+  packet.message()->msg_name = &a;
+  packet.message()->msg_namelen = sizeof a;
+  packet.attach(fds);
+  while (sendmsg(fd_.get(), packet.message(), MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
     if (errno == EINTR) continue;
     // Too many descriptors on their way is a reason to wait too.
     return errno == EAGAIN || errno == ENOBUFS || errno == ETOOMANYREFS ? Sent::later : Sent::gone;
@@ -85,16 +82,12 @@ SharePost::Sent SharePost::send(const std::string& to, const Note& note, const s
 }
 
 bool SharePost::receive(Note& note, std::vector<Fd>& fds) const {
-  iovec v{&note, sizeof note};
-  msghdr m{};
-  m.msg_iov = &v;
-  m.msg_iovlen = 1;
-  Ancillary ancillary;
-  ancillary.expect(m);
+  Ancillary packet(&note, sizeof note);
+  packet.expect();
   ssize_t n = 0;
-  while ((n = recvmsg(fd_.get(), &m, MSG_CMSG_CLOEXEC | MSG_DONTWAIT)) < 0)
+  while ((n = recvmsg(fd_.get(), packet.message(), MSG_CMSG_CLOEXEC | MSG_DONTWAIT)) < 0)
     if (errno != EINTR) return false;
-  Ancillary::take(m, &fds);
+  packet.take(&fds);
   if (n != static_cast<ssize_t>(sizeof note)) note = Note{};  // not one of ours: a join that nobody can answer
   note.count = std::min<std::uint32_t>(note.count, Note::kPages);
   note.segment[sizeof note.segment - 1] = note.reply_to[sizeof note.reply_to - 1] = 0;
@@ -104,8 +97,8 @@ bool SharePost::receive(Note& note, std::vector<Fd>& fds) const {
 std::pair<Fd, Fd> SharePost::find(const std::string& directory, const std::string& segment, double seconds) {
   SharePost post(directory);
   Note ask;
-  std::memcpy(ask.segment, segment.data(), std::min(segment.size(), sizeof ask.segment - 1));
-  std::memcpy(ask.reply_to, post.path().data(), std::min(post.path().size(), sizeof ask.reply_to - 1));
+  wire::put_text(ask.segment, sizeof ask.segment, segment);
+  wire::put_text(ask.reply_to, sizeof ask.reply_to, post.path());
   std::size_t asked = 0;
   for (const std::string& path : sockets(directory))
     if (path != post.path() && post.send(path, ask) != Sent::gone) asked += 1;

@@ -55,29 +55,21 @@ Socket Socket::connect(const std::string& path) {
 }
 
 void Socket::send(const void* data, std::size_t size, const std::vector<Fd>& fds) const {
-  iovec v{const_cast<void*>(data), size};
-  msghdr m{};
-  m.msg_iov = &v;
-  m.msg_iovlen = 1;
-  Ancillary ancillary;
-  ancillary.attach(m, fds);
-  while (::sendmsg(this->fd(), &m, MSG_NOSIGNAL) < 0)
+  Ancillary packet(const_cast<void*>(data), size);
+  packet.attach(fds);
+  while (::sendmsg(this->fd(), packet.message(), MSG_NOSIGNAL) < 0)
     if (errno != EINTR) fail("send to the broker");
 }
 
 std::vector<char> Socket::receive(bool wait, std::vector<Fd>* fds) const {
   // One buffer a thread: messages are small, and this runs for each.
   thread_local std::vector<char> buffer(kMaxMessage);
-  iovec v{buffer.data(), buffer.size()};
-  msghdr m{};
-  m.msg_iov = &v;
-  m.msg_iovlen = 1;
-  Ancillary ancillary;
-  ancillary.expect(m);
+  Ancillary packet(buffer.data(), buffer.size());
+  packet.expect();
   ssize_t n = 0;
-  while ((n = ::recvmsg(this->fd(), &m, MSG_CMSG_CLOEXEC | (wait ? 0 : MSG_DONTWAIT))) < 0)
+  while ((n = ::recvmsg(this->fd(), packet.message(), MSG_CMSG_CLOEXEC | (wait ? 0 : MSG_DONTWAIT))) < 0)
     if (errno != EINTR) fail("receive from the broker");
-  Ancillary::take(m, fds);
+  packet.take(fds);
   return {buffer.begin(), buffer.begin() + n};
 }
 

@@ -23,7 +23,7 @@ from pymux.wire import device_name
 _CLAIM = "claim"  # name of the region that stands for the process's memory
 _WATCH_SECONDS = 0.005  # how soon a process that waits for its next phase gives the device away
 THAW_SECONDS = 60.0  # how long a process that is left behind is tried to be set going again
-_FREE_SECONDS = 5.0
+_FREE_SECONDS = 5.0  # within this, memory that was just given up is free
 _RETRY_SECONDS = 1.0  # after which a process that could not be stopped is tried again
 
 
@@ -71,11 +71,16 @@ def _state(pid: int) -> str:
         raise DriverError(f"process {pid} is no CUDA process of this user, or has ended ({e}).") from e
 
 
-def thaw(pid: int, seconds: float) -> None:
-    """Set a process going that is locked or checkpointed; tried for so long as the device has no room for it.
+def thaw(pid: int, seconds: float, *, retry: type[PymuxError] = PymuxError) -> None:
+    """Set a process going that is locked or checkpointed.
+
+    Args:
+        pid: of the process.
+        seconds: for how long errors of the kind `retry` are tried again, such as no room on the device.
+        retry: others are raised at once.
 
     Raises:
-        CudaError: the driver does not.
+        CudaError, DeviceOutOfMemory: the driver does not.
         DriverError: the process has ended.
     """
     until = time.monotonic() + seconds
@@ -84,12 +89,12 @@ def thaw(pid: int, seconds: float) -> None:
         try:
             if state == "checkpointed":
                 _core.checkpoint_restore(pid)
-            if state in {"checkpointed", "locked"}:
+            if state != "running":
                 _core.checkpoint_unlock(pid)
-        except PymuxError:
+        except retry:
             if time.monotonic() > until:
                 raise
-            time.sleep(0.05)
+            time.sleep(0.01)
             continue
         return
 
@@ -142,16 +147,6 @@ class Opaque:
             self._lock()
             self._save()
             return max(least, before - nvml.memory(device).used, 1)
-
-    def _restore(self) -> None:
-        """Restore the process; memory that was just given up may take a moment to be free."""
-        until = time.monotonic() + _FREE_SECONDS
-        while time.monotonic() < until:
-            with contextlib.suppress(DeviceOutOfMemory):
-                _core.checkpoint_restore(self.pid)
-                return
-            time.sleep(0.01)
-        _core.checkpoint_restore(self.pid)
 
     def _lock(self) -> None:
         _core.checkpoint_lock(self.pid, self._lock_ms)
@@ -207,11 +202,7 @@ class Opaque:
                 phase.__enter__()
                 self._phase = phase
             try:
-                state = _state(self.pid)
-                if state == "checkpointed":
-                    self._restore()
-                if state != "running":
-                    _core.checkpoint_unlock(self.pid)
+                thaw(self.pid, _FREE_SECONDS, retry=DeviceOutOfMemory)
             except PymuxError:
                 self._give_back()
                 _state(self.pid)  # an end of the process says it better

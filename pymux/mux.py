@@ -225,8 +225,7 @@ class Mux:
             RegionError: it exists with other options.
         """
         region = self._regions.get(name)
-        if device is not None and device not in self.ordinals:
-            raise RegionError(f"device={device!r}: this process uses {self.ordinals}.")
+        at = self._at(device)
         if region is None:
             if not name or "\n" in name:
                 raise RegionError(f"region {name!r}: give a name of one line.")
@@ -234,7 +233,6 @@ class Mux:
                 raise RegionError(f"on_evict={on_evict!r}: use 'keep' or 'discard'.")
             if track not in {None, "phases", "fingerprint"}:
                 raise RegionError(f"track={track!r}: use 'phases' or 'fingerprint'.")
-            at = 0 if device is None else self.ordinals.index(device)
             core = self._agents[at].create_region(name, on_evict != "discard", track == "fingerprint", bool(frozen))
             region = Region(self, core, at, frozen=bool(frozen))
             self._add(region)
@@ -262,13 +260,19 @@ class Mux:
             ConfigError: `token` is none.
             RegionError: nobody has it any more, it is on another device, or this process has a region of that name.
         """
-        if device is not None and device not in self.ordinals:
-            raise RegionError(f"device={device!r}: this process uses {self.ordinals}.")
-        at = 0 if device is None else self.ordinals.index(device)
+        at = self._at(device)
         core = self._agents[at].open_shared(segment_of(token), name or "", writable)
         region = SharedRegion(self, core, at, frozen=not writable)
         self._add(region)
         return region
+
+    def _at(self, device: int | None) -> int:
+        """Index of a device's agent; of the first without one."""
+        if device is None:
+            return 0
+        if device not in self.ordinals:
+            raise RegionError(f"device={device!r}: this process uses {self.ordinals}.")
+        return self.ordinals.index(device)
 
     def _add(self, region: Region) -> None:
         self._regions[region.name] = region

@@ -65,19 +65,16 @@ class Node:
         self.runtime = home / "run"
         self.processes = []
 
-    def start(self, code, **env):
-        """Run Python code in a process with `pymux` and helpers imported; talks over pipes."""
-        full = HELPERS + textwrap.dedent(code)
-        process = subprocess.Popen(
-            [sys.executable, "-c", full],
-            env={**self.env, **env},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def launch(self, command, **env):
+        """Run a command on the node; talks over pipes."""
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        process = subprocess.Popen(command, env={**self.env, **env}, text=True, **pipes)
         self.processes.append(process)
         return process
+
+    def start(self, code, **env):
+        """Run Python code in a process with `pymux` and helpers imported."""
+        return self.launch([sys.executable, "-c", HELPERS + textwrap.dedent(code)], **env)
 
     def run(self, code, timeout=60, **env):
         """Run code to its end; returns stdout, fails with stderr."""

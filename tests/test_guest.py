@@ -2,13 +2,12 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 
-from tests.conftest import ROOT, hear, say
+from tests.conftest import hear, say
 
 # Uses the simulated device by its driver calls alone, as a CUDA program does: reads and writes by copies.
 GUEST = """
@@ -252,9 +251,7 @@ def test_the_command_shares_it_until_it_ends(node_factory):
     node = node_factory("40M")
     g, pid = guest(node, FREE="3")
     command = [sys.executable, "-m", "pymux.cli", "opaque", pid, "--slice", "0.3"]
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    p = subprocess.Popen(command, env=node.env, cwd=ROOT, text=True, **pipes)
-    node.processes.append(p)
+    p = node.launch(command)
     assert "24 MiB" in hear(p)
     other = node.start(OTHER, PAGES="12")
     assert hear(other) == "ready"

@@ -30,19 +30,9 @@ def built(tmp_path_factory):
     return d
 
 
-def launch(node, built, *args, job="math", env=None):
-    command = [sys.executable, "-m", "pymux.cli", "run", "--job", job, "--", str(built / "program"), *args]
-    p = subprocess.Popen(
-        command,
-        env={**node.env, **(env or {})},
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    node.processes.append(p)
-    return p
+def launch(node, built, *args, **env):
+    command = [sys.executable, "-m", "pymux.cli", "run", "--job", "math", "--", str(built / "program"), *args]
+    return node.launch(command, **env)
 
 
 def end(p):
@@ -90,7 +80,7 @@ def test_freeing_what_is_no_block_is_an_error(node, built):
 
 @pytest.mark.parametrize(("version", "says"), [("14000", "is of CUDA 13"), ("10020", "CUDA 11 or newer")])
 def test_a_runtime_of_the_wrong_version_is_named(node, built, version, says):
-    out, err = end(launch(node, built, "malloc", "4", "malloc", "4", env={"STUB_VERSION": version}))
+    out, err = end(launch(node, built, "malloc", "4", "malloc", "4", STUB_VERSION=version))
     assert out == ["3", "3"]  # cudaErrorInitializationError
     assert err.count(str(built / "libcudart.so.13")) == 1
     assert says in err
