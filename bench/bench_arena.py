@@ -4,7 +4,7 @@
 - sweep: a million allocations on one stream, of these sizes in random order and with random lifetimes; and the same
   with any size from 512 bytes to 4 MiB, evenly by their logarithm. Held is what the region has of the device when the
   sweep ends, reserved what remains of it when somebody else wants all that has no block in it: pages without blocks
-  are given away without a copy.
+  are given away without a copy. The worst of some seeds.
 
 Goes through the functions that torch calls, from a loop in C++ that g++ builds.
 """
@@ -21,7 +21,7 @@ args = arguments(
     __doc__,
     steps={"type": int, "default": 1_000_000},
     most_mib={"type": int, "default": 192, "help": "bytes in use at most"},
-    seed={"type": int, "default": 1},
+    seeds={"type": int, "nargs": "+", "default": [1, 2, 3]},
 )
 MIB = 1 << 20
 WIDTH, TOKENS, HEADS = 512, 1024, 8
@@ -59,24 +59,29 @@ def main() -> None:
                 result("sweep_allocations", args.steps, ""),
             ]
         for name, n in (("fragmentation", len(sizes)), ("fragmentation_any_size", 0)):
-            with pymux.connect(name) as mux:
-                region = mux.region("default")
-                _core.torch_install(region.agent, region.core)
-                used = ctypes.c_uint64()
-                with mux.phase("sweep"):
-                    loop.sweep(
-                        *calls, sizes, ctypes.c_size_t(n), ctypes.c_size_t(args.steps),
-                        ctypes.c_size_t(args.most_mib * MIB), args.seed, ctypes.byref(used),
-                    )  # fmt: skip
-                told = _core.torch_stats(region.core)
-                held = mux.stats()["regions"]["default"]["resident_bytes"]  # nothing is given back meanwhile
-                _core.torch_empty_cache()  # as the end of a phase does when somebody waits
-                mux.evict()
-                reserved = mux.stats()["regions"]["default"]["evicted_bytes"]
+            figures = []
+            for seed in args.seeds:
+                with pymux.connect(f"{name}-{seed}") as mux:
+                    region = mux.region("default")
+                    _core.torch_install(region.agent, region.core)
+                    used = ctypes.c_uint64()
+                    with mux.phase("sweep"):
+                        loop.sweep(
+                            *calls, sizes, ctypes.c_size_t(n), ctypes.c_size_t(args.steps),
+                            ctypes.c_size_t(args.most_mib * MIB), seed, ctypes.byref(used),
+                        )  # fmt: skip
+                    told = _core.torch_stats(region.core)
+                    held = mux.stats()["regions"]["default"]["resident_bytes"]  # nothing is given back meanwhile
+                    _core.torch_empty_cache()  # as the end of a phase does when somebody waits
+                    mux.evict()
+                    reserved = mux.stats()["regions"]["default"]["evicted_bytes"]
+                hits = told["hits"] / told["allocations"]
+                figures.append((held / used.value, hits, reserved / used.value))
+            held, hits, reserved = zip(*figures, strict=True)
             results += [
-                result(f"{name}_held", held / used.value, ""),
-                result(f"{name}_hits", told["hits"] / told["allocations"], "of allocations"),
-                result(name, reserved / used.value, "", at_most=1.25),
+                result(f"{name}_held", max(held), ""),
+                result(f"{name}_hits", min(hits), "of allocations"),
+                result(name, max(reserved), "", at_most=1.25),
             ]
     publish("arena", "simulated", results, args.json)
 

@@ -1,5 +1,6 @@
-// Hands out blocks of an address range. Best fit, coalescing, 256-byte aligned.
-// What it is not: it touches no memory and knows no pages, and what a tag means (see stream_cache).
+// Hands out blocks of an address range, coalescing, 256-byte aligned. So that few pages have a block: one smaller
+// than a page goes where it needs no page that has none, at the lowest address where it about fits. Else best fit.
+// What it is not: it touches no memory, and does not know what a tag means (see stream_cache).
 //
 // Invariants: live and free blocks tile the range; a free block has a tag, 0 for everybody; no two free
 // blocks of a tag touch.
@@ -16,7 +17,7 @@ namespace pymux {
 class Arena {
  public:
   static constexpr std::size_t kAlign = 256;
-  explicit Arena(std::size_t size);
+  Arena(std::size_t size, std::size_t page_size);
 
   // The offset of a block of at least `bytes` (rounded up), or -1 when no free block of the tag, or else
   // of everybody's, fits.
@@ -35,11 +36,17 @@ class Arena {
     std::size_t size = 0;
     std::uint32_t tag = 0;
   };
-  void add_free(std::size_t offset, Free block);  // joins it with its neighbours
-  void drop_free(std::map<std::size_t, Free>::iterator it);
-  std::map<std::size_t, std::size_t> live_;  // offset -> size
-  std::map<std::size_t, Free> free_;
+  using FreeMap = std::map<std::size_t, Free>;
+  FreeMap::iterator find_edge(std::size_t size, std::uint32_t tag);
+  FreeMap::iterator find_fit(std::size_t size, std::uint32_t tag);
+  std::size_t edge(std::size_t offset, std::size_t size) const;  // bytes before its first page without a block
+  void add_free(std::size_t offset, Free block);                 // joins it with its neighbours
+  void drop_free(FreeMap::iterator it);
+  const std::size_t page_size_;
+  std::map<std::size_t, std::size_t> live_;                                     // offset -> size
+  FreeMap free_;                                                                // by offset
   std::set<std::tuple<std::uint32_t, std::size_t, std::size_t>> free_by_size_;  // (tag, size, offset)
+  std::set<std::tuple<std::uint32_t, std::size_t, std::size_t>> edges_;         // (tag, class of the edge, offset)
   std::size_t live_bytes_ = 0;
 };
 

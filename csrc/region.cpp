@@ -42,7 +42,7 @@ Region::Region(std::string name_, RegionOptions options, const Device& device, s
       // Addresses cost nothing: twice the device, so that memory runs out before they do.
       addresses((2 * device.total() + page_size_ - 1) / page_size_ * page_size_, page_size_),
       pages(addresses.size() / page_size_),
-      arena_(addresses.size()) {}
+      arena_(addresses.size(), page_size_) {}
 
 Region::~Region() { fault::forget(addresses.base()); }
 

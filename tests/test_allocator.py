@@ -204,6 +204,27 @@ for timeout in (0.2, 20):
 
 
 @pytest.mark.slow
+def test_a_small_block_needs_no_further_page_while_there_is_room_beside_others(node):
+    node.run("""
+KIB = 1 << 10
+with pymux.connect("a") as mux, mux.phase("p"):
+    region = mux.region("default")
+    first, hole, last = (region.allocate(size) for size in (4 * MIB, 4 * MIB, 3 * MIB))
+    start, between = first.ptr, hole.ptr
+    assert (between, last.ptr) == (start + 4 * MIB, start + 8 * MIB)
+    del hole
+    # The hole fits best, and is two pages without a block; the page that `last` ends in has 1 MiB left.
+    beside = [region.allocate(512 * KIB) for _ in range(2)]
+    assert [b.ptr - start for b in beside] == [11 * MIB, 11 * MIB + 512 * KIB]
+    opened = region.allocate(512 * KIB)
+    assert opened.ptr == between, "no room beside others: the best fit"
+    large = region.allocate(2 * MIB)
+    assert large.ptr == between + 512 * KIB, "a block of a page or more goes where it fits best"
+    del beside[0]
+    assert region.allocate(256 * KIB).ptr == start + 11 * MIB
+""")
+
+
 def test_no_live_blocks_overlap_whatever_is_done(node, helper):
     node.run(
         SETUP
