@@ -45,6 +45,7 @@ void Agent::open_remote_locked(const std::string& phase) {
   clear_fill();
   for (auto* list : {&uses_, &lazy_})
     for (auto& r : *list) queue_missing(r, 0, r->used_pages());
+  show_wishes_locked();
 }
 
 // A bit for each distinct name of the request that a region here has, in the order of first mention.

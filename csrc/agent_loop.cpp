@@ -497,6 +497,7 @@ void Agent::begin_acquire() {
   if (!options_.snapshot || granted_)
     for (auto* list : {&uses_, &lazy_})
       for (auto& r : *list) queue_missing(r, 0, r->used_pages());
+  show_wishes_locked();  // before the broker asks for pages that this phase maps
   if (ask) {
     auto m = wire::make<wire::Acquire>(wire::kAcquire);
     m.seq = acquire_seq_;
