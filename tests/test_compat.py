@@ -150,7 +150,7 @@ except pymux.PymuxError as e: say(e)
 
 
 def test_cupy_arrays_lie_in_the_region_and_are_used_again_in_stream_order(node):
-    pytest.importorskip("cupy")
+    pytest.importorskip("cupy", reason="CuPy is not installed")
     node.run(
         """
 import types
