@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdio>
 
 #include "error.h"
 #include "fault.h"
@@ -24,6 +25,9 @@ std::size_t choose_page_size(const Device& d, std::size_t asked) {
   constexpr std::size_t mib = 1u << 20;
   const std::size_t size = asked ? asked : std::clamp(std::bit_floor(d.total() / 512), 2 * mib, 32 * mib);
   const std::size_t g = d.granularity();
+  if (asked % g)
+    throw Error("ConfigError", "PYMUX_PAGE_SIZE is " + std::to_string(asked) + " bytes, and pages of " + d.name() +
+                                   " are multiples of " + std::to_string(g) + ".");
   return (size + g - 1) / g * g;
 }
 
@@ -46,7 +50,6 @@ Agent::Agent(AgentOptions options)
     : options_(std::move(options)),
       device_(options_.controller ? std::nullopt : std::optional<Device>(std::in_place, options_.device)),
       page_size_(device_ ? choose_page_size(*device_, options_.page_size) : 0),
-      owner_pid_(getpid()),
       pass_pages_(device_ && options_.pass_pages && exports(*device_)),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       caller_wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
@@ -62,16 +65,10 @@ Agent::Agent(AgentOptions options)
   }
 }
 
-Agent::~Agent() {
-  if (getpid() != owner_pid_) {  // a forked child has no agent thread to join
-    if (thread_.joinable()) thread_.detach();
-    return;
-  }
-  close();
-}
+Agent::~Agent() { close(); }
 
 void Agent::close() {
-  if (getpid() != owner_pid_) return;
+  if (forks() != forks_) return;  // the parent's
   {
     std::lock_guard lock(mutex_);
     if (!closed_) {
@@ -86,11 +83,12 @@ void Agent::close() {
 
 // ---- caller threads ------------------------------------------------------------------------
 
+// Before any lock is taken: in a forked child, threads that are not there may have it.
+void Agent::check_process() const {
+  if (forks() != forks_) throw forked_error();
+}
+
 void Agent::check_usable_locked() const {
-  if (getpid() != owner_pid_)
-    throw Error("LeaseError",
-                "this process is a fork of the one that connected; CUDA does not survive fork. Use the "
-                "'spawn' start method and connect() in the child.");
   if (broken_) std::rethrow_exception(broken_);
   if (closed_) throw Error("LeaseError", "this Mux is closed; connect() again.");
 }
@@ -102,8 +100,10 @@ void Agent::wake() {
 
 void Agent::notify() {
   changed_.notify_all();
-  if (!at_socket_) return;
   std::uint64_t one = 1;
+  if (watched_) [[maybe_unused]]
+    auto w = ::write(watch_.get(), &one, sizeof one);
+  if (!at_socket_) return;
   [[maybe_unused]] auto n = ::write(caller_wake_.get(), &one, sizeof one);
 }
 
@@ -139,6 +139,7 @@ void Agent::post(std::function<void()> work) {
 }
 
 void Agent::run_on_agent(std::function<void()> work) {
+  check_process();
   bool done = false;
   std::exception_ptr error;
   std::unique_lock lock(mutex_);
@@ -162,6 +163,7 @@ void Agent::run_on_agent(std::function<void()> work) {
 
 std::shared_ptr<Region> Agent::create_region(const std::string& name, RegionOptions options,
                                              std::shared_ptr<Segment> segment) {
+  check_process();
   std::lock_guard lock(mutex_);
   check_usable_locked();
   if (!device_)
@@ -169,7 +171,7 @@ std::shared_ptr<Region> Agent::create_region(const std::string& name, RegionOpti
                                    "' in the processes that do the device work.");
   for (auto& r : regions_)
     if (r->name == name) throw Error("RegionError", "region '" + name + "' exists already in this process.");
-  auto r = std::make_shared<Region>(name, options, *device_, page_size_);
+  std::shared_ptr<Region> r(new Region(name, options, *device_, page_size_), OwnerDeletes<Region>{});
   if (segment) {
     r->segment = std::move(segment);
     r->joined = true;
@@ -195,6 +197,7 @@ bool Agent::resident_locked(const std::vector<std::shared_ptr<Region>>& regions)
 void Agent::activate_locked() {
   phase_ = Phase::active;
   active_flag_ = true;
+  if (recalled_) tell_kept_locked(opener_);
   entered_at_ = now_seconds();
   back_at_ = 0;
   stamp_ += 1;
@@ -214,6 +217,7 @@ std::uint64_t Agent::expected_takes_locked() const {
 }
 
 void Agent::enter_implicitly() {
+  check_process();
   std::lock_guard one(implicit_mutex_);
   if (active()) return;
   PhaseRequest request;
@@ -224,7 +228,7 @@ void Agent::enter_implicitly() {
     for (auto& r : regions_)
       if (!r->frozen) request.writes.push_back(r);
   }
-  acquire(request, false, [] { return false; });
+  acquire(request, {}, -1, [] { return false; });
   implicit_ = true;
 }
 
@@ -232,10 +236,11 @@ void Agent::end_implicit() {
   if (implicit_.exchange(false)) leave(Leave::end, 0);
 }
 
-void Agent::acquire(const PhaseRequest& request, bool resumes, const std::function<bool()>& interrupted) {
+bool Agent::enter(const PhaseRequest& request, Entrance entrance) {
+  check_process();
   end_implicit();
   const std::string& phase = request.name;
-  std::unique_lock lock(mutex_);
+  std::lock_guard lock(mutex_);
   check_usable_locked();
   if (remote_ && phase != phase_name_)
     throw Error("LeaseError", "phase '" + phase + "' was opened while another member of the group has phase '" +
@@ -261,7 +266,8 @@ void Agent::acquire(const PhaseRequest& request, bool resumes, const std::functi
   priority_ = request.priority;
   overlap_ = request.overlap;
   ranks_ = request.ranks;
-  if (!resumes) ran_ = 0;
+  ran_ = entrance.ran;
+  opener_ = entrance.opener;
   if (phase_ == Phase::parked && resident_locked(uses_)) {  // nobody waits and nothing is missing
     reentries_ += 1;
     activate_locked();
@@ -272,7 +278,7 @@ void Agent::acquire(const PhaseRequest& request, bool resumes, const std::functi
         send_want();
         send_ready();
       });
-    return;
+    return true;
   }
   attached_ = remote_ && running_locked();
   remote_ = acknowledged_ = active_flag_ = false;
@@ -283,8 +289,15 @@ void Agent::acquire(const PhaseRequest& request, bool resumes, const std::functi
   post([this] {
     if (!asked_) begin_acquire();
   });
+  return false;
+}
+
+void Agent::acquire(const PhaseRequest& request, Entrance entrance, double timeout,
+                    const std::function<bool()>& interrupted) {
+  const double deadline = timeout < 0 ? 0 : now_seconds() + timeout;
+  if (enter(request, entrance)) return;
+  std::unique_lock lock(mutex_);
   auto over = [&] { return phase_ != Phase::waiting || broken_ || closed_; };
-  const double timeout = request.timeout, deadline = timeout < 0 ? 0 : now_seconds() + timeout;
   while (!over()) {
     double slice = kSignalSlice;
     if (deadline > 0) slice = std::min(slice, std::max(0.0, deadline - now_seconds()));
@@ -298,21 +311,91 @@ void Agent::acquire(const PhaseRequest& request, bool resumes, const std::functi
     const bool stop = interrupted();
     lock.lock();
     if (over() || (!stop && (deadline == 0 || now_seconds() < deadline))) continue;
-    if (attached_) {  // the phase that another member opened goes on
-      attached_ = acknowledged_ = false;
-      remote_ = granted_ = true;
-    } else {
-      phase_ = Phase::idle;
-    }
-    post([this, seq = acquire_seq_] { give_up(seq); });
+    withdraw_locked();
     if (stop) throw Interrupted();
-    throw Error("AcquireTimeout", "phase '" + phase + "' did not get the device within " + std::to_string(timeout) +
+    char within[32];
+    std::snprintf(within, sizeof within, "%g", timeout);
+    throw Error("AcquireTimeout", "phase '" + request.name + "' did not get the device within " + within +
                                       " s. 'pymux status' shows who holds it.");
   }
+  finish_entry_locked();
+}
+
+bool Agent::entered() {
+  check_process();
+  std::lock_guard lock(mutex_);
+  if (phase_ == Phase::waiting && !broken_ && !closed_) return false;
+  finish_entry_locked();
+  return true;
+}
+
+// Nobody waits for the phase any more: it is entered, or throws why it is not.
+void Agent::finish_entry_locked() const {
   if (phase_ == Phase::active) return;
   if (acquire_error_) std::rethrow_exception(acquire_error_);
   check_usable_locked();
   throw Error("LeaseError", "the phase was not entered.");
+}
+
+void Agent::withdraw() {
+  check_process();
+  {
+    std::lock_guard lock(mutex_);
+    if (phase_ == Phase::waiting) withdraw_locked();
+    if (phase_ != Phase::active || remote_) return;
+  }
+  leave(Leave::end, 0);  // it was entered in the same moment
+}
+
+void Agent::withdraw_locked() {
+  if (attached_) {  // the phase that another member opened goes on
+    attached_ = acknowledged_ = false;
+    remote_ = granted_ = true;
+  } else {
+    phase_ = Phase::idle;
+  }
+  post([this, seq = acquire_seq_] { give_up(seq); });
+}
+
+int Agent::watch() {
+  check_process();
+  std::lock_guard lock(mutex_);
+  if (!watch_) watch_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  watched_ = true;
+  return watch_.get();
+}
+
+void Agent::tell_wait(std::uint64_t opener, std::uint64_t behind) {
+  check_process();
+  std::lock_guard lock(mutex_);
+  auto it = local_waits_.find(opener);
+  if (behind != 0) {
+    check_usable_locked();
+    if (it == local_waits_.end()) {
+      it = local_waits_.emplace(opener, LocalWait{}).first;
+      it->second.seq = std::uint64_t{1} << 63 | ++wait_seq_;  // not of a request's numbers
+    }
+    if (it->second.error) std::rethrow_exception(it->second.error);
+  } else if (it == local_waits_.end()) {
+    return;
+  }
+  if (it->second.behind != behind) {
+    it->second.behind = behind;
+    auto m = wire::make<wire::Queued>(wire::kQueued);
+    m.seq = it->second.seq;
+    m.opener = opener;
+    m.behind = behind;
+    send(m);
+  }
+  if (behind == 0) local_waits_.erase(it);
+}
+
+// The broker finds waits that would never end by who has a phase open.
+void Agent::tell_kept_locked(std::uint64_t opener) {
+  auto m = wire::make<wire::Kept>(wire::kKept);
+  m.generation = generation_;
+  m.opener = opener;
+  send(m);
 }
 
 bool Agent::follows_at_once_locked() const {
@@ -360,6 +443,7 @@ void Agent::count_run_locked(Leave why) {
 }
 
 void Agent::leave(Leave why, double back) {
+  check_process();
   bool compare = false;
   {
     std::lock_guard lock(mutex_);
@@ -410,7 +494,10 @@ void Agent::leave(Leave why, double back) {
   } else {
     phase_ = Phase::parked;
     show_wishes_locked();
-    if (recalled_) linger_locked();
+    if (recalled_) {
+      tell_kept_locked(0);
+      linger_locked();
+    }
   }
   if (work)
     post([this, save] {
@@ -424,6 +511,7 @@ void Agent::leave(Leave why, double back) {
 }
 
 void Agent::require(const std::shared_ptr<Region>& region) {
+  check_process();
   std::unique_lock lock(mutex_);
   check_usable_locked();
   if (phase_ != Phase::active) throw Error("LeaseError", "require('" + region->name + "') needs an open phase.");
@@ -435,6 +523,7 @@ void Agent::require(const std::shared_ptr<Region>& region) {
 }
 
 void Agent::done_with(const std::shared_ptr<Region>& region) {
+  check_process();
   bool compare = false;
   {
     std::lock_guard lock(mutex_);
@@ -456,6 +545,7 @@ void Agent::done_with(const std::shared_ptr<Region>& region) {
 }
 
 void Agent::touch(const std::shared_ptr<Region>& region) {
+  check_process();
   std::lock_guard lock(mutex_);
   if (phase_ != Phase::active || written_locked(*region)) return;
   if (!in_use_locked(*region)) uses_.push_back(region);
@@ -465,6 +555,7 @@ void Agent::touch(const std::shared_ptr<Region>& region) {
 }
 
 void Agent::set_live(const std::shared_ptr<Region>& region, std::optional<std::vector<Range>> ranges) {
+  check_process();
   std::lock_guard lock(mutex_);
   check_usable_locked();
   if (region->segment)
@@ -474,12 +565,14 @@ void Agent::set_live(const std::shared_ptr<Region>& region, std::optional<std::v
 }
 
 void Agent::pin(const std::shared_ptr<Region>& region, const std::string& reason) {
+  check_process();
   std::lock_guard lock(mutex_);
   check_usable_locked();
   region->pinned = reason;
 }
 
 std::size_t Agent::evict(const std::shared_ptr<Region>& region) {
+  check_process();
   end_implicit();
   std::uint64_t before = 0, after = 0;
   run_on_agent([&] {
@@ -519,6 +612,7 @@ void Agent::wait_for(std::unique_lock<std::mutex>& lock, const std::shared_ptr<E
 }
 
 CUdeviceptr Agent::allocate(const std::shared_ptr<Region>& region, std::size_t bytes, std::uint32_t tag) {
+  check_process();
   auto ensure = std::make_shared<Ensure>();
   Ensure& e = *ensure;
   e.region = region;
@@ -572,23 +666,19 @@ void Agent::read(const std::shared_ptr<Region>& region, CUdeviceptr ptr, std::si
 
 std::size_t Agent::trim_host() {
   std::size_t released = 0;
-  run_on_agent([&] {
-    reclaim_dead();
-    released = backing_->trim();
-    if (spill_) released += spill_->trim();
-    host_told_ = 0;
-    ask_host(backing_->pinned_bytes(), false);  // the rest goes back to the node's budget
-  });
+  run_on_agent([&] { released = give_host_back(); });
   return released;
 }
 
 std::vector<SwapSpan> Agent::spans() {
+  check_process();
   std::lock_guard lock(mutex_);
   if (!pager_) return {};
   return {pager_->spans.begin(), pager_->spans.end()};
 }
 
 AgentStats Agent::stats() {
+  check_process();
   std::lock_guard lock(mutex_);
   static constexpr const char* names[] = {"idle", "waiting", "active", "parked", "leaving"};
   AgentStats s;

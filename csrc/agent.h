@@ -74,7 +74,7 @@ struct PhaseRequest {
   std::string name;
   std::vector<std::shared_ptr<Region>> uses, lazy, writes;
   std::string regions;                // the same for the group's other members; see wire::Names
-  double expected = 0, timeout = -1;  // seconds; timeout < 0 waits for ever
+  double expected = 0;                // seconds
   int priority = 0;
   bool overlap = false;
   std::uint64_t ranks = 0;  // bits of the members whose devices are wanted; 0: all
@@ -84,6 +84,12 @@ struct PhaseRequest {
 enum class Leave { end, yield, lend };
 
 struct Interrupted {};  // a signal ended the wait; the caller knows which
+
+// Who enters a phase.
+struct Entrance {
+  std::uint64_t opener = 0;  // a thread or task of this process; 0: none that could wait for others
+  double ran = 0;            // seconds of the phase that are done, before a break
+};
 
 class Agent {
  public:
@@ -99,9 +105,20 @@ class Agent {
 
   // Blocks until the lease is active with every page of `uses` resident, in the order named; the
   // regions of `lazy` follow meanwhile. `writes` are the regions whose pages may become dirty. In a
-  // group, until all members have acknowledged. `interrupted` is asked now and then, without a lock;
-  // true gives up and throws Interrupted. resumes: the phase goes on after a break.
-  void acquire(const PhaseRequest& request, bool resumes, const std::function<bool()>& interrupted);
+  // group, until all members have acknowledged. timeout: seconds; < 0 waits for ever. `interrupted` is asked
+  // now and then, without a lock; true gives up and throws Interrupted.
+  void acquire(const PhaseRequest& request, Entrance entrance, double timeout,
+               const std::function<bool()>& interrupted);
+  // The same in steps, for who must not block. True: the phase is entered. Else entered() says when it is, or throws
+  // why it cannot be, and withdraw() gives up, whatever has happened meanwhile.
+  bool enter(const PhaseRequest& request, Entrance entrance);
+  bool entered();
+  void withdraw();
+  // A descriptor (of an eventfd) that is readable when entered() may have changed.
+  int watch();
+  // A caller waits for its turn in this process: its opener, and that of who has it (0: it does not wait any more).
+  // Throws DeadlockError when that would be for ever; call it again now and then.
+  void tell_wait(std::uint64_t opener, std::uint64_t behind);
   // Waits until a region that the phase uses is resident.
   void require(const std::shared_ptr<Region>& region);
   // The phase does not touch the region any more: waits for the device, then its pages may be
@@ -157,8 +174,17 @@ class Agent {
     std::exception_ptr error;
   };
 
+  struct LocalWait {  // see tell_wait()
+    std::uint64_t seq = 0, behind = 0;
+    std::exception_ptr error;
+  };
+
   // caller threads
+  void check_process() const;
   void check_usable_locked() const;
+  void withdraw_locked();
+  void finish_entry_locked() const;
+  void tell_kept_locked(std::uint64_t opener);
   void post(std::function<void()> work);
   void run_on_agent(std::function<void()> work);
   bool resident_locked(const std::vector<std::shared_ptr<Region>>& regions) const;
@@ -264,6 +290,7 @@ class Agent {
   std::int64_t take_slot();
   std::optional<Store> store_for(PageRef ref);
   bool reclaim_dead();
+  std::size_t give_host_back();
   Error host_budget_error() const;
   void plan_host();
   void ask_host(std::size_t bytes, bool urgent);
@@ -289,7 +316,7 @@ class Agent {
   const AgentOptions options_;
   std::optional<Device> device_;
   const std::size_t page_size_;
-  const int owner_pid_;
+  const unsigned forks_ = forks();
   bool pass_pages_;
 
   std::mutex mutex_;  // guards what follows, to the next comment
@@ -312,6 +339,9 @@ class Agent {
   bool extended_ = false;                    // this lease had a phase after its recall
   double extend_until_ = 0;                  // before this, it may have more of them
   double expected_ = 0;
+  std::uint64_t opener_ = 0;  // of the open phase, or the one that is waited for
+  std::map<std::uint64_t, LocalWait> local_waits_;  // by opener
+  std::uint64_t wait_seq_ = 0;
   int priority_ = 0;
   bool overlap_ = false;
   std::uint64_t ranks_ = 0, ended_ = 0;  // ended_: generation of the latest lease that all members have drained
@@ -372,7 +402,8 @@ class Agent {
   std::mutex send_mutex_;   // guards the two below and the order of messages; taken after mutex_
   bool connected_ = false;  // hello was answered
   wire::Socket socket_;
-  Fd wake_, caller_wake_;
+  Fd wake_, caller_wake_, watch_;
+  std::atomic<bool> watched_{false};     // watch_ is there
   std::atomic<bool> at_socket_{false};  // a caller polls, and does not wait for changed_
   std::atomic<bool> recalled_flag_{false}, pressed_flag_{false}, active_flag_{false};
   std::atomic<std::uint64_t> stamp_{0};  // counts entries of phases, and calls of done_with()

@@ -63,6 +63,7 @@ std::uint64_t Agent::known_locked() const {
 }
 
 std::optional<std::vector<std::string>> Agent::remote_uses() {
+  check_process();
   std::lock_guard lock(mutex_);
   if (!remote_ || phase_ != Phase::active) return std::nullopt;
   std::vector<std::string> out;

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
 #include <system_error>
 
@@ -43,31 +44,78 @@ const char* type_for(std::uint32_t code) {
       return "MemberLost";
     case wire::kNoRegion:
       return "UnknownRegion";
+    case wire::kDeadlock:
+      return "DeadlockError";
+    case wire::kConfig:
+      return "ConfigError";
     default:
       return "ProtocolError";
   }
 }
 
-void spawn_detached(const std::vector<std::string>& command) {
+// A type of pymux/errors.py that a broker ends with, or nothing.
+const char* named_type(const std::string& name) {
+  for (const char* type : {"NotAllowed", "ConfigError", "DriverError", "HostOutOfMemory", "CapacityError"})
+    if (name == type) return type;
+  return nullptr;
+}
+
+// Why a broker ended, from the last line that it wrote: "Error: NotAllowed: ...", or the end of a traceback.
+Error broker_error(const std::string& said) {
+  const auto end = said.find_last_not_of("\n ");
+  std::string line = end == std::string::npos ? "" : said.substr(0, end + 1);
+  line = line.substr(line.rfind('\n') + 1);
+  if (line.starts_with("Error: ")) line.erase(0, 7);
+  const auto colon = line.find(": ");
+  if (const char* type = colon == std::string::npos ? nullptr : named_type(line.substr(0, colon)))
+    return Error(type, line.substr(colon + 2));
+  return Error("BrokerLost", "the broker that was started here ended: " + (line.empty() ? "it did not say why" : line) +
+                                 ". Run 'pymux broker' in a terminal to see more.");
+}
+
+// Runs the command that starts a broker in the background. It ends when the broker serves, and throws what the
+// broker says when it cannot.
+void start_broker(const std::vector<std::string>& command, double deadline) {
   std::vector<char*> argv;
   for (const auto& a : command) argv.push_back(const_cast<char*>(a.c_str()));
   argv.push_back(nullptr);
-  posix_spawn_file_actions_t files;
-  posix_spawnattr_t attr;
-  posix_spawn_file_actions_init(&files);
-  posix_spawnattr_init(&attr);
-  posix_spawn_file_actions_addopen(&files, 0, "/dev/null", O_RDONLY, 0);
-  posix_spawn_file_actions_addopen(&files, 1, "/dev/null", O_WRONLY, 0);
-  posix_spawn_file_actions_addopen(&files, 2, "/dev/null", O_WRONLY, 0);
-  posix_spawnattr_setflags(&attr, POSIX_SPAWN_SETSID);
+  int ends[2] = {-1, -1};
+  if (pipe2(ends, O_CLOEXEC) != 0) throw Error("BrokerLost", std::string("no pipe: ") + std::strerror(errno));
+  Fd reads(ends[0]);
   pid_t pid = 0;
-  int r = posix_spawn(&pid, argv[0], &files, &attr, argv.data(), environ);
-  posix_spawn_file_actions_destroy(&files);
-  posix_spawnattr_destroy(&attr);
-  if (r != 0) throw Error("BrokerLost", "cannot start a broker with " + command[0] + ": " + std::strerror(r));
-  // The command forks the broker off and ends at once, so that no zombie is left to us.
-  while (waitpid(pid, nullptr, 0) < 0 && errno == EINTR) {
+  {
+    Fd writes(ends[1]);
+    posix_spawn_file_actions_t files;
+    posix_spawnattr_t attr;
+    posix_spawn_file_actions_init(&files);
+    posix_spawnattr_init(&attr);
+    posix_spawn_file_actions_addopen(&files, 0, "/dev/null", O_RDONLY, 0);
+    posix_spawn_file_actions_addopen(&files, 1, "/dev/null", O_WRONLY, 0);
+    posix_spawn_file_actions_adddup2(&files, writes.get(), 2);
+    posix_spawnattr_setflags(&attr, POSIX_SPAWN_SETSID);
+    const int r = posix_spawn(&pid, argv[0], &files, &attr, argv.data(), environ);
+    posix_spawn_file_actions_destroy(&files);
+    posix_spawnattr_destroy(&attr);
+    if (r != 0) throw Error("BrokerLost", "cannot start a broker with " + command[0] + ": " + std::strerror(r));
   }
+  std::string said;
+  for (;;) {
+    pollfd p{reads.get(), POLLIN, 0};
+    const int left = static_cast<int>((deadline - now_seconds()) * 1000);
+    const int ready = left > 0 ? poll(&p, 1, left) : 0;
+    if (ready < 0 && errno == EINTR) continue;
+    if (ready <= 0) return;  // slow, and in the background: who connects says that none answers
+    char buffer[4096];
+    const ssize_t n = ::read(reads.get(), buffer, sizeof buffer);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) break;
+    said.append(buffer, static_cast<std::size_t>(n));
+  }
+  int status = 0;
+  // The command forks the broker off and ends, so that no zombie is left to us. Who ignores SIGCHLD is told nothing.
+  while (waitpid(pid, &status, 0) < 0)
+    if (errno != EINTR) return;
+  if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) throw broker_error(said);
 }
 
 template <class M>
@@ -95,10 +143,12 @@ void Agent::connect_broker(std::uint32_t flags) {
         throw Error("NotAllowed", "the broker's socket " + options_.socket +
                                       " belongs to another user. Set PYMUX_RUNTIME_DIR to a directory of your own.");
       if (code != ENOENT && code != ECONNREFUSED && code != EAGAIN)
-        throw Error("BrokerLost", "cannot connect to " + options_.socket + ": " + e.code().message());
+        throw Error("BrokerLost", "cannot connect to " + options_.socket + ": " + e.code().message() +
+                                      ". Set PYMUX_RUNTIME_DIR to a directory of your own with a short path.");
       if (!spawned) {
-        spawn_detached(options_.spawn);
+        start_broker(options_.spawn, deadline);
         spawned = true;
+        continue;
       }
     }
     if (now_seconds() > deadline)
@@ -355,6 +405,7 @@ void Agent::handle(const std::vector<char>& bytes, std::vector<Fd>& fds) {
           recalled_ = true;
           recalled_flag_ = true;
           if (m->press) pressed_flag_ = true;
+          if (phase_ == Phase::active && !remote_) tell_kept_locked(opener_);
         }
       }
       return;
@@ -381,6 +432,8 @@ void Agent::handle(const std::vector<char>& bytes, std::vector<Fd>& fds) {
       if (auto* m = as<wire::Deny>(bytes)) {
         {
           std::lock_guard lock(mutex_);
+          for (auto& [opener, wait] : local_waits_)
+            if (wait.seq == m->seq) wait.error = error_ptr(type_for(m->code), wire::get_text(m->text, sizeof m->text));
           if (m->seq != seq_ && m->seq != acquire_seq_) return;
           if (m->seq != seq_ && phase_ != Phase::waiting) return;
         }
@@ -399,6 +452,13 @@ void Agent::handle(const std::vector<char>& bytes, std::vector<Fd>& fds) {
       return;
     case wire::kReport:
       send_figures();
+      return;
+    case wire::kTrim:
+      give_host_back();
+      return;
+    case wire::kNotice:
+      if (auto* m = as<wire::Notice>(bytes))
+        std::fprintf(stderr, "pymux: %s\n", wire::get_text(m->text, sizeof m->text).c_str());
       return;
     case wire::kError:
       if (auto* m = as<wire::ErrorText>(bytes)) {
@@ -443,6 +503,7 @@ void Agent::reconnect() {
     }
     recalled_ = extended_ = self_granted_ = false;
     linger_until_ = 0;
+    for (auto& [opener, wait] : local_waits_) wait.behind = 0;  // the next broker is told anew
     recalled_flag_ = pressed_flag_ = fenced_;
   }
   if (refused || stop_) return;

@@ -322,8 +322,8 @@ bool Agent::reclaim_dead() {
   for (auto& r : regions_)
     for (std::size_t i = 0; i < r->pages.size(); ++i) {
       PageEntry& e = r->pages[i];
-      if (e.state != PageState::evicted || e.moving || r->live(i)) continue;
-      e.state = PageState::absent;
+      if (e.moving || e.saving || !e.has_copy() || r->live(i)) continue;
+      if (e.state == PageState::evicted) e.state = PageState::absent;
       if (e.slot >= 0) backing_->give(std::exchange(e.slot, -1)), any = true;
       if (e.place >= 0) spill_->give(std::exchange(e.place, -1));
     }
@@ -336,6 +336,17 @@ void Agent::ask_host(std::size_t bytes, bool urgent) {
   m.want = bytes + shared_host_;
   m.urgent = urgent;
   send(m);
+}
+
+// Unpins what is not in use; bytes released.
+std::size_t Agent::give_host_back() {
+  if (!backing_) return 0;
+  reclaim_dead();
+  std::size_t released = backing_->trim();
+  if (spill_) released += spill_->trim();
+  host_told_ = 0;
+  ask_host(backing_->pinned_bytes(), false);  // the rest goes back to the node's budget
+  return released;
 }
 
 // Where to copy a page: a slot it has, a free one, a new one if the host and the node's budget have

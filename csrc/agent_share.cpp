@@ -71,6 +71,7 @@ std::string Agent::share(const std::shared_ptr<Region>& region) {
 }
 
 std::shared_ptr<Region> Agent::open_shared(const std::string& id, const std::string& name, bool writable) {
+  check_process();
   {
     std::lock_guard lock(mutex_);
     check_usable_locked();
@@ -95,6 +96,7 @@ std::shared_ptr<Region> Agent::open_shared(const std::string& id, const std::str
 }
 
 void Agent::publish(const std::shared_ptr<Region>& region, const std::string& meta, CUstream stream) {
+  check_process();
   {
     std::lock_guard lock(mutex_);
     check_usable_locked();
@@ -106,6 +108,7 @@ void Agent::publish(const std::shared_ptr<Region>& region, const std::string& me
 }
 
 void Agent::wait_published(const std::shared_ptr<Region>& region, CUstream stream) {
+  check_process();
   {
     std::lock_guard lock(mutex_);
     check_usable_locked();
@@ -168,7 +171,7 @@ void Agent::send_notes() {
 
 // The descriptor of a page that we carry, for a member that has said it maps it; else nothing.
 Fd Agent::export_shared(Segment& segment, std::size_t page, const Segment::Word& w, unsigned to) {
-  if (w.where != Where::device || w.carrier != segment.self() || !(w.holders >> to & 1)) return {};
+  if (w.where != Where::device || w.carrier != segment.self() || !segment.holds(to, page)) return {};
   for (auto& r : shared_) {
     if (r->segment.get() != &segment || r->pages[page].state != PageState::resident) continue;
     try {
@@ -232,7 +235,7 @@ void Agent::map_shared(Region& region, std::size_t page, std::uint16_t epoch, Fd
                          [&](const Awaited& a) { return a.ref.region == &region && a.ref.index == page; });
   if (it == awaited_.end() || it->asked_at == 0) return;  // not wanted any more
   const Segment::Word w = region.segment->at(page);
-  if (w.epoch != epoch || !(w.holders & region.segment->bit())) return;
+  if (w.epoch != epoch || !region.segment->holds(region.segment->self(), page)) return;
   Page physical;
   Mapping mapping;
   try {
@@ -368,9 +371,7 @@ void Agent::advance_awaited() {
 bool Agent::begin_leave(PageRef ref, bool copy) {
   Segment& s = *ref.region->segment;
   if (!s.begin_leave(ref.index)) return false;
-  const std::uint32_t others = s.at(ref.index).holders & ~s.bit();
-  for (unsigned m = 0; m < Segment::kMembers; ++m)
-    if (others >> m & 1) note(s, m, NoteKind::drop, ref.index);
+  for (unsigned m : s.other_holders(ref.index)) note(s, m, NoteKind::drop, ref.index);
   leaving_.push_back({ref, now_seconds() + kAgreement, copy, -1});
   return true;
 }
@@ -379,8 +380,7 @@ void Agent::advance_leaving() {
   bool waited = false;
   std::erase_if(leaving_, [&](const Leaving& l) {
     Segment& s = *l.ref.region->segment;
-    const std::uint32_t others = s.at(l.ref.index).holders & ~s.bit();
-    if (!others) {
+    if (!s.held_by_others(l.ref.index)) {
       if (pager_->out_full()) return false;
       try {
         pager_->begin_out(l.ref, l.copy, {.shared = true});
@@ -480,7 +480,7 @@ bool Agent::carries_for_others(const Region& region) const {
   const Segment& s = *region.segment;
   for (std::size_t i = 0, n = s.used(); i < n; ++i) {
     const Segment::Word w = s.at(i);
-    if (w.where == Where::device && w.carrier == s.self() && (w.holders & ~s.bit())) return true;
+    if (w.where == Where::device && w.carrier == s.self() && s.held_by_others(i)) return true;
   }
   return false;
 }
@@ -502,7 +502,7 @@ void Agent::leave_segments() {
       if (e.state != PageState::resident) continue;
       e.mapping.unmap();
       std::lock_guard lock(mutex_);
-      const bool mapped_elsewhere = (s.at(i).holders & ~s.bit()) != 0;
+      const bool mapped_elsewhere = s.held_by_others(i);
       s.hand_over(i);
       e.state = PageState::absent;
       if (!std::exchange(e.owed, false)) {

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "vmm.h"
+#include "fd.h"
 
 namespace pymux {
 

@@ -30,7 +30,9 @@ struct Block {
       : region(std::move(r)), ptr(p), size(n), host_addressable(h) {}
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
-  ~Block() { region->free(ptr - region->addresses.base()); }
+  ~Block() {
+    if (!Driver::lost()) region->free(ptr - region->addresses.base());
+  }
 };
 
 // A range of a region that another process allocated in; keeps the addresses.
@@ -50,7 +52,9 @@ struct StreamBlock {
       : cache(torch_allocator::cache_of(a, r)), ptr(cache->allocate(bytes, reinterpret_cast<CUstream>(stream))) {}
   StreamBlock(const StreamBlock&) = delete;
   StreamBlock& operator=(const StreamBlock&) = delete;
-  ~StreamBlock() { cache->free(ptr); }
+  ~StreamBlock() {
+    if (!Driver::lost()) cache->free(ptr);
+  }
 };
 
 py::dict to_dict(const AgentStats& s) {
@@ -234,22 +238,19 @@ PYBIND11_MODULE(_core, m) {
   py::class_<PhaseRequest>(m, "PhaseRequest", "What a phase needs; made once, used for each time it is entered.")
       .def(py::init([](std::string name, std::vector<std::shared_ptr<Region>> uses,
                        std::vector<std::shared_ptr<Region>> lazy, std::vector<std::shared_ptr<Region>> writes,
-                       std::string regions, double expected, double timeout, int priority, bool overlap,
-                       std::uint64_t ranks) {
+                       std::string regions, double expected, int priority, bool overlap, std::uint64_t ranks) {
              return PhaseRequest{.name = std::move(name),
                                  .uses = std::move(uses),
                                  .lazy = std::move(lazy),
                                  .writes = std::move(writes),
                                  .regions = std::move(regions),
                                  .expected = expected,
-                                 .timeout = timeout,
                                  .priority = priority,
                                  .overlap = overlap,
                                  .ranks = ranks};
            }),
            py::kw_only(), py::arg("name"), py::arg("uses"), py::arg("lazy"), py::arg("writes"), py::arg("regions"),
-           py::arg("expected"), py::arg("timeout"), py::arg("priority"), py::arg("overlap"), py::arg("ranks"),
-           "expected, timeout: seconds; timeout < 0 waits for ever.");
+           py::arg("expected"), py::arg("priority"), py::arg("overlap"), py::arg("ranks"), "expected: seconds.");
 
   py::class_<Agent, std::shared_ptr<Agent>>(m, "Agent", "This process's connection to the broker, and its pages.")
       .def(py::init([](std::string socket, std::vector<std::string> spawn, std::string job, std::string client,
@@ -276,7 +277,7 @@ PYBIND11_MODULE(_core, m) {
              o.poison = poison;
              o.connect_timeout = connect_timeout;
              py::gil_scoped_release release;
-             return std::make_shared<Agent>(std::move(o));
+             return std::shared_ptr<Agent>(new Agent(std::move(o)), OwnerDeletes<Agent>{});
            }),
            py::kw_only(), py::arg("socket"), py::arg("spawn"), py::arg("job"), py::arg("client"), py::arg("group"),
            py::arg("rank"), py::arg("world"), py::arg("joint"), py::arg("device"), py::arg("controller"),
@@ -296,12 +297,12 @@ PYBIND11_MODULE(_core, m) {
           Released())
       .def(
           "acquire",
-          [](Agent& a, const PhaseRequest& request, bool resumes) {
+          [](Agent& a, const PhaseRequest& request, std::uint64_t opener, double ran, double timeout) {
             bool interrupted = false;
             {
               py::gil_scoped_release release;
               try {
-                a.acquire(request, resumes, [] {
+                a.acquire(request, {opener, ran}, timeout, [] {
                   py::gil_scoped_acquire gil;
                   return PyErr_CheckSignals() != 0;
                 });
@@ -311,8 +312,24 @@ PYBIND11_MODULE(_core, m) {
             }
             if (interrupted) throw py::error_already_set();
           },
-          py::arg("request"), py::arg("resumes") = false,
-          "Block until the lease is active with every page that the request uses resident.")
+          py::arg("request"), py::arg("opener") = 0, py::arg("ran") = 0.0, py::arg("timeout") = -1.0,
+          "Block until the lease is active with every page that the request uses resident. opener: which thread or "
+          "task asks; ran: seconds of the phase that are done; timeout: seconds, < 0 waits for ever.")
+      .def(
+          "enter",
+          [](Agent& a, const PhaseRequest& request, std::uint64_t opener, double ran) {
+            return a.enter(request, {opener, ran});
+          },
+          py::arg("request"), py::arg("opener") = 0, py::arg("ran") = 0.0, Released(),
+          "As acquire, without waiting: whether the phase is entered. Else entered() says when it is.")
+      .def("entered", &Agent::entered, Released(),
+           "Whether the phase of enter() is entered by now; raises why it cannot be.")
+      .def("withdraw", &Agent::withdraw, Released(), "Give up the phase of enter(), entered or not.")
+      .def("watch", &Agent::watch, Released(),
+           "Descriptor of an eventfd that is readable when entered() may have changed.")
+      .def("tell_wait", &Agent::tell_wait, py::arg("opener"), py::arg("behind"), Released(),
+           "A thread or task waits for another's phase to end (0: not any more); raises DeadlockError if that is for "
+           "ever.")
       .def("require", &Agent::require, py::arg("region"), Released(), "Wait, in a phase, until a region is resident.")
       .def("done_with", &Agent::done_with, py::arg("region"), Released(),
            "Wait for the device, then let the region's pages be written back and given away within the phase.")

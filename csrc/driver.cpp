@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "error.h"
+#include "fd.h"
 
 namespace pymux {
 namespace {
@@ -16,8 +17,9 @@ namespace {
 #define PYMUX_STR2(x) #x
 #define PYMUX_STR(x) PYMUX_STR2(x)
 
-std::mutex load_mutex;  // guards the two below
+std::mutex load_mutex;  // guards the three below
 std::string loaded_choice;
+unsigned loaded_after = 0;  // forks()
 std::atomic<Driver*> table{nullptr};  // lives until the process ends
 
 std::string embedded_library() {
@@ -55,11 +57,21 @@ CUresult usable(const Driver& d) {
   return count > 0 ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
 }
 
+// A result by its number and by CUDA's own name.
+std::string named(const Driver& d, CUresult r) {
+  const char* name = nullptr;
+  d.cuGetErrorName(r, &name);
+  return "error " + std::to_string(r) + " (" + (name ? name : "unknown") + ")";
+}
+
 }  // namespace
 
 const Driver* Driver::loaded() { return table.load(std::memory_order_acquire); }
 
+bool Driver::lost() { return loaded() && forks() != loaded_after; }
+
 const Driver& Driver::load(const std::string& choice) {
+  if (lost()) throw forked_error();
   std::lock_guard lock(load_mutex);
   if (const Driver* d = loaded()) {
     if (choice != loaded_choice && choice != d->path)
@@ -78,7 +90,7 @@ const Driver& Driver::load(const std::string& choice) {
       if (r == CUDA_ERROR_NO_DEVICE) {
         d.reset();
       } else if (r != CUDA_SUCCESS) {
-        throw Error("DriverError", "libcuda.so.1 is installed but cuInit failed with error " + std::to_string(r) +
+        throw Error("DriverError", "libcuda.so.1 is installed but cuInit failed with " + named(*d, r) +
                                        ". Run nvidia-smi to see why, or set PYMUX_DRIVER=sim.");
       }
     }
@@ -87,8 +99,10 @@ const Driver& Driver::load(const std::string& choice) {
     d = open_library(choice == "sim" ? embedded_library() : choice);
   }
   if (CUresult r = usable(*d))
-    throw Error("DriverError", d->path + ": cuInit failed with error " + std::to_string(r) + ".");
+    throw Error("DriverError", d->path + ": cuInit failed with " + named(*d, r) +
+                                   ". 'pymux doctor' looks at driver, devices and settings.");
   loaded_choice = choice;
+  loaded_after = forks();
   table.store(d.release(), std::memory_order_release);
   return *loaded();
 }

@@ -44,6 +44,7 @@ struct Driver {
   // table and refuse another choice.
   static const Driver& load(const std::string& choice);
   static const Driver* loaded();  // null before load()
+  static bool lost();             // it was loaded, by a process that this one is a fork of
 };
 
 }  // namespace pymux

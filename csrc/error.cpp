@@ -49,6 +49,12 @@ bool CudaError::sticky() const {
   }
 }
 
+Error forked_error() {
+  return Error("LeaseError",
+               "this process is a fork of the one that connected; CUDA does not survive fork. Use the 'spawn' start "
+               "method and connect() in the child.");
+}
+
 void check(CUresult code, const char* call, const std::string& detail) {
   if (code != CUDA_SUCCESS) throw CudaError(code, call, detail);
 }

@@ -30,6 +30,9 @@ struct CudaError : Error {
   bool sticky() const;
 };
 
+// What a fork of the process that connected is told, whatever it asks.
+Error forked_error();
+
 // Throws CudaError, or DeviceOutOfMemory when the driver said so.
 void check(CUresult code, const char* call, const std::string& detail = "");
 

@@ -30,6 +30,7 @@ void say(const std::string& what) {
 }
 
 void close_all() {
+  if (Driver::lost()) return;
   std::vector<std::shared_ptr<Agent>> agents;
   {
     std::lock_guard lock(mutex);
@@ -101,6 +102,7 @@ bool pymux_preload_start(const char* runtime_file, int runtime_version) {
 
 int pymux_preload_malloc(void** ptr, std::size_t bytes, int device) {
   try {
+    if (Driver::lost()) throw forked_error();
     const Served s = served_on(device);
     if (!s.agent->active()) s.agent->enter_implicitly();
     *ptr = reinterpret_cast<void*>(s.agent->allocate(s.region, bytes));
@@ -115,6 +117,7 @@ int pymux_preload_malloc(void** ptr, std::size_t bytes, int device) {
 }
 
 int pymux_preload_free(void* ptr) {
+  if (Driver::lost()) return PYMUX_PRELOAD_NOT_OURS;
   const auto at = reinterpret_cast<CUdeviceptr>(ptr);
   Served s;
   {

@@ -14,7 +14,7 @@
 namespace pymux {
 namespace {
 
-constexpr std::uint32_t kMagic = 0x70'78'73'31;  // also the layout's version
+constexpr std::uint32_t kMagic = 0x70'78'73'32;  // also the layout's version
 constexpr std::size_t kSocketBytes = 108;
 
 bool lock_byte(const Fd& fd, unsigned byte, short type) {
@@ -31,9 +31,32 @@ Fd reopen(const Fd& fd) { return Fd(open(("/proc/self/fd/" + std::to_string(fd.g
 
 [[noreturn]] void fail(const std::string& what) { throw Error("RegionError", what); }
 
+std::size_t row_words(std::size_t pages) { return (pages + 63) / 64; }
+
 std::size_t file_bytes(const Fd& fd) { return static_cast<std::size_t>(lseek(fd.get(), 0, SEEK_END)); }
 
 }  // namespace
+
+// A bit for each member.
+struct Mask {
+  std::atomic<std::uint64_t> word[Segment::kMembers / 64];
+  bool has(unsigned member) const { return word[member / 64].load() >> (member % 64) & 1; }
+  void set(unsigned member, bool on) {
+    if (has(member) == on) return;
+    const std::uint64_t bit = std::uint64_t{1} << (member % 64);
+    on ? word[member / 64].fetch_or(bit) : word[member / 64].fetch_and(~bit);
+  }
+  // The first member of at least `from` that is not `but`, or -1.
+  int first(unsigned from, unsigned but) const {
+    for (unsigned i = from / 64; i < Segment::kMembers / 64; ++i) {
+      std::uint64_t left = word[i].load();
+      if (i == from / 64) left &= ~std::uint64_t{0} << (from % 64);
+      if (i == but / 64) left &= ~(std::uint64_t{1} << (but % 64));
+      if (left) return static_cast<int>(i * 64) + __builtin_ctzll(left);
+    }
+    return -1;
+  }
+};
 
 struct Segment::Header {
   std::uint32_t magic;
@@ -42,9 +65,9 @@ struct Segment::Header {
   std::uint8_t uuid[16], id[16];
   char name[256];
   std::atomic<std::uint64_t> used;
-  std::atomic<std::uint32_t> wanted, using_it, members;
+  Mask wanted, using_it, members;
   std::atomic<std::uint64_t> joins;
-  std::atomic<std::uint64_t> published;  // generation << 8 | member
+  std::atomic<std::uint64_t> published;  // generation << 16 | member
   std::uint64_t meta_bytes[2];           // of odd and even generations
   struct Member {
     char socket[kSocketBytes];
@@ -54,13 +77,13 @@ struct Segment::Header {
 };
 
 Segment::Word Segment::unpack(std::uint64_t w) {
-  return {static_cast<Where>(w & 7), (w >> 3 & 1) != 0, static_cast<std::uint8_t>(w >> 4 & 31),
-          static_cast<std::uint32_t>(w >> 9 & 0xffffff), static_cast<std::uint16_t>(w >> 33)};
+  return {static_cast<Where>(w & 7), (w >> 3 & 1) != 0, static_cast<std::uint16_t>(w >> 16),
+          static_cast<std::uint16_t>(w >> 32)};
 }
 
 std::uint64_t Segment::pack(const Word& w) {
-  return static_cast<std::uint64_t>(w.where) | std::uint64_t{w.copied} << 3 | std::uint64_t{w.carrier} << 4 |
-         std::uint64_t{w.holders} << 9 | std::uint64_t{w.epoch} << 33;
+  return static_cast<std::uint64_t>(w.where) | std::uint64_t{w.copied} << 3 | std::uint64_t{w.carrier} << 16 |
+         std::uint64_t{w.epoch} << 32;
 }
 
 // Applies f to a page's word until nobody comes between; f says false where there is nothing to change.
@@ -77,11 +100,13 @@ bool Segment::change(std::size_t page, F&& f) {
 // ---- life ----------------------------------------------------------------------------------
 
 Segment::Segment(const Device& device, Fd control, Fd memory)
-    : control_(reopen(control)), probe_(reopen(control)), memory_(std::move(memory)), opened_(kMembers) {
-  if (!control_ || !probe_) fail("the shared region's control file cannot be opened again: is /proc mounted?");
+    : control_(reopen(control)), probe_(reopen(control)), memory_(std::move(memory)) {
+  // A mapping keeps its description open, in a forked child too: it must not be the one with our lock.
+  const Fd mapped = reopen(control);
+  if (!control_ || !probe_ || !mapped) fail("the shared region's control file cannot be opened again: is /proc mounted?");
   control_bytes_ = file_bytes(control_);
   memory_bytes_ = file_bytes(memory_);
-  void* p = mmap(nullptr, control_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, control_.get(), 0);
+  void* p = mmap(nullptr, control_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, mapped.get(), 0);
   void* q = mmap(nullptr, memory_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, memory_.get(), 0);
   if (p == MAP_FAILED || q == MAP_FAILED) fail("no addresses are left for the shared region's host memory.");
   madvise(q, memory_bytes_, MADV_DONTFORK);
@@ -92,7 +117,13 @@ Segment::Segment(const Device& device, Fd control, Fd memory)
   if (header_->magic != kMagic) fail("the shared region was made by another version of pymux.");
   if (std::memcmp(header_->uuid, device.uuid(), sizeof header_->uuid) != 0)
     fail("region '" + name() + "' is on another device. Sharing is between processes on the same one.");
-  meta_ = reinterpret_cast<char*>(words_ + header_->pages);
+  lay_out();
+}
+
+void Segment::lay_out() {
+  row_words_ = row_words(header_->pages);
+  rows_ = words_ + header_->pages;
+  meta_ = reinterpret_cast<char*>(rows_ + kMembers * row_words_);
 }
 
 std::shared_ptr<Segment> Segment::create(const Device& device, const std::string& name, std::size_t page_size,
@@ -100,7 +131,8 @@ std::shared_ptr<Segment> Segment::create(const Device& device, const std::string
   Fd control(memfd_create("pymux-share", MFD_CLOEXEC)), memory(memfd_create("pymux-shared-backing", MFD_CLOEXEC));
   constexpr std::size_t chunk = Backing::kSlotsPerChunk;
   const std::size_t slots = (pages + chunk - 1) / chunk * chunk;
-  const std::size_t bytes = sizeof(Header) + pages * sizeof(std::uint64_t) + 2 * kMetaBytes;
+  const std::size_t words = pages + kMembers * row_words(pages);
+  const std::size_t bytes = sizeof(Header) + words * sizeof(std::uint64_t) + 2 * kMetaBytes;
   if (!control || !memory || ftruncate(control.get(), static_cast<off_t>(bytes)) != 0 ||
       ftruncate(memory.get(), static_cast<off_t>(slots * page_size)) != 0)
     fail("no shared memory can be had for region '" + name + "': " + std::strerror(errno) + ".");
@@ -111,7 +143,7 @@ std::shared_ptr<Segment> Segment::create(const Device& device, const std::string
   std::memcpy(h.uuid, device.uuid(), sizeof h.uuid);
   if (getrandom(h.id, sizeof h.id, 0) != sizeof h.id) fail("the system gives no random numbers.");
   std::memcpy(h.name, name.data(), std::min(name.size(), sizeof h.name - 1));
-  s->meta_ = reinterpret_cast<char*>(s->words_ + pages);
+  s->lay_out();
   h.magic = kMagic;
   s->take_place(socket);
   return s;
@@ -131,7 +163,9 @@ std::shared_ptr<Segment> Segment::join(const Device& device, std::size_t page_si
 void Segment::take_place(const std::string& socket) {
   unsigned i = 0;
   while (i < kMembers && !lock_byte(control_, i, F_WRLCK)) ++i;
-  if (i == kMembers) fail("region '" + name() + "' is shared by " + std::to_string(kMembers) + " processes already.");
+  if (i == kMembers)
+    fail("region '" + name() + "' is shared by " + std::to_string(kMembers) +
+         " processes already, the most there can be. Close it in some of them, or share a second region.");
   self_ = i;
   member_ = true;
   bury(i);
@@ -140,7 +174,7 @@ void Segment::take_place(const std::string& socket) {
   std::memcpy(m.socket, socket.data(), std::min(socket.size(), sizeof m.socket - 1));
   m.joined = header_->joins.fetch_add(1) + 1;
   std::memset(&m.event, 0, sizeof m.event);
-  header_->members |= bit();
+  header_->members.set(i, true);
 }
 
 void Segment::resign() {
@@ -180,27 +214,40 @@ void Segment::grow(std::size_t pages) {
 
 // ---- pages ---------------------------------------------------------------------------------
 
-bool Segment::hold(std::size_t page, Word& seen) {
-  return change(page, [&](Word& w) {
-    seen = w;
-    if (w.where != Where::device) return false;
-    w.holders |= bit();
-    return true;
-  });
+// Sets or clears a member's bit of a page; whether it was set before.
+bool Segment::set_bit(unsigned member, std::size_t page, bool on) {
+  const std::uint64_t bit = std::uint64_t{1} << (page % 64);
+  auto& word = row(member)[page / 64];
+  return ((on ? word.fetch_or(bit) : word.fetch_and(~bit)) & bit) != 0;
 }
 
-void Segment::drop(std::size_t page) {
-  change(page, [&](Word& w) {
-    w.holders &= ~bit();
-    return true;
-  });
+int Segment::first_other_holder(std::size_t page, int from) const {
+  for (int m = from; (m = header_->members.first(static_cast<unsigned>(m + 1), self_)) >= 0;)
+    if (holds(static_cast<unsigned>(m), page)) return m;
+  return -1;
 }
+
+std::vector<unsigned> Segment::other_holders(std::size_t page) const {
+  std::vector<unsigned> out;
+  for (int m = -1; (m = first_other_holder(page, m)) >= 0;) out.push_back(static_cast<unsigned>(m));
+  return out;
+}
+
+bool Segment::hold(std::size_t page, Word& seen) {
+  const bool before = set_bit(self_, page, true);
+  seen = at(page);
+  if (seen.where == Where::device) return true;
+  if (!before) set_bit(self_, page, false);
+  return false;
+}
+
+void Segment::drop(std::size_t page) { set_bit(self_, page, false); }
 
 bool Segment::claim(std::size_t page) {
   return change(page, [&](Word& w) {
     if (w.where != Where::host && w.where != Where::empty) return false;
     w.where = Where::arriving;
-    w.carrier = static_cast<std::uint8_t>(self_);
+    w.carrier = static_cast<std::uint16_t>(self_);
     return true;
   });
 }
@@ -213,16 +260,17 @@ void Segment::unclaim(std::size_t page) {
 }
 
 void Segment::arrived(std::size_t page) {
+  set_bit(self_, page, true);
   change(page, [&](Word& w) {
     w.where = Where::device;
-    w.holders |= bit();
     w.epoch += 1;
     return true;
   });
 }
 
 void Segment::place(std::size_t page) {
-  words_[page] = pack({Where::device, false, static_cast<std::uint8_t>(self_), bit(), 1});
+  set_bit(self_, page, true);
+  words_[page] = pack({Where::device, false, static_cast<std::uint16_t>(self_), 1});
 }
 
 bool Segment::begin_leave(std::size_t page) {
@@ -234,34 +282,65 @@ bool Segment::begin_leave(std::size_t page) {
 }
 
 void Segment::abort_leave(std::size_t page, int carrier) {
+  const auto own = static_cast<std::uint16_t>(self_);
+  const auto next = carrier >= 0 && holds(static_cast<unsigned>(carrier), page) ? static_cast<std::uint16_t>(carrier) : own;
   change(page, [&](Word& w) {
     w.where = Where::device;
-    if (carrier >= 0 && (w.holders >> carrier & 1)) w.carrier = static_cast<std::uint8_t>(carrier);
+    w.carrier = next;
+    return true;
+  });
+  if (next == own || holds(next, page)) return;
+  change(page, [&](Word& w) {  // it has let go of it meanwhile
+    if (w.where != Where::device || w.carrier != next) return false;
+    w.carrier = own;
     return true;
   });
 }
 
 void Segment::departed(std::size_t page) {
+  set_bit(self_, page, false);
   change(page, [](Word& w) {
     w.where = Where::host;
     w.copied = true;
-    w.holders = 0;
     return true;
   });
 }
 
 void Segment::hand_over(std::size_t page) {
-  change(page, [&](Word& w) {
-    w.holders &= ~bit();
-    if ((w.where != Where::device && w.where != Where::leaving) || w.carrier != self_) return true;
-    if (w.holders == 0) {
-      w.where = w.copied ? Where::host : Where::lost;
+  set_bit(self_, page, false);
+  pass_on(page, self_);
+}
+
+// Of a page on the device whose carrier `from` does not hold it any more: a holder is the carrier, or else its
+// contents are where its copy is.
+void Segment::pass_on(std::size_t page, unsigned from) {
+  for (;;) {
+    // Nobody may begin to hold it while the holders are looked at.
+    if (!change(page, [&](Word& w) {
+          if (w.carrier != from || (w.where != Where::device && w.where != Where::leaving)) return false;
+          w.where = Where::leaving;
+          return true;
+        }))
+      return;
+    const int heir = holds(self_, page) ? static_cast<int>(self_) : first_other_holder(page);
+    change(page, [&](Word& w) {
+      if (w.carrier != from || w.where != Where::leaving) return false;
+      if (heir < 0) {
+        w.where = w.copied ? Where::host : Where::lost;
+      } else {
+        w.where = Where::device;
+        w.carrier = static_cast<std::uint16_t>(heir);
+      }
       return true;
-    }
-    w.where = Where::device;
-    w.carrier = static_cast<std::uint8_t>(__builtin_ctz(w.holders));
-    return true;
-  });
+    });
+    if (heir < 0 || holds(static_cast<unsigned>(heir), page)) return;
+    if (!change(page, [&](Word& w) {  // it has let go of it meanwhile, and did not know that it was the carrier
+          if (w.where != Where::device || w.carrier != heir) return false;
+          w.carrier = static_cast<std::uint16_t>(from);
+          return true;
+        }))
+      return;
+  }
 }
 
 void Segment::wrote(std::size_t page) {
@@ -273,56 +352,43 @@ void Segment::wrote(std::size_t page) {
 }
 
 void Segment::set_wish(Wish wish) {
-  auto set = [&](std::atomic<std::uint32_t>& mask, bool on) {
-    if (((mask & bit()) != 0) == on) return;
-    on ? mask |= bit() : mask &= ~bit();
-  };
-  set(header_->wanted, wish == Wish::waits);
-  set(header_->using_it, wish == Wish::uses);
+  header_->wanted.set(self_, wish == Wish::waits);
+  header_->using_it.set(self_, wish == Wish::uses);
 }
 
 Segment::Wish Segment::wish_of_others() const {
-  if (header_->using_it & ~bit()) return Wish::uses;
-  return header_->wanted & ~bit() ? Wish::waits : Wish::none;
+  if (header_->using_it.first(0, self_) >= 0) return Wish::uses;
+  return header_->wanted.first(0, self_) >= 0 ? Wish::waits : Wish::none;
 }
 
 // ---- members -------------------------------------------------------------------------------
 
 void Segment::bury_dead() {
-  for (unsigned i = 0; i < kMembers; ++i) {
-    if (i == self_ || !(header_->members >> i & 1) || !lock_byte(probe_, i, F_WRLCK)) continue;
-    bury(i);
-    lock_byte(probe_, i, F_UNLCK);
+  for (int m = -1; (m = header_->members.first(static_cast<unsigned>(m + 1), self_)) >= 0;) {
+    const auto member = static_cast<unsigned>(m);
+    if (!lock_byte(probe_, member, F_WRLCK)) continue;
+    bury(member);
+    lock_byte(probe_, member, F_UNLCK);
   }
 }
 
-// The caller has the lock of the place.
+// The caller has the lock of the place. It is in the list to the last, for who buries may die too.
 void Segment::bury(unsigned member) {
-  const std::uint32_t gone = 1u << member;
-  header_->members &= ~gone;
-  header_->wanted &= ~gone;
-  header_->using_it &= ~gone;
-  for (std::size_t i = 0, n = used(); i < n; ++i)
+  header_->wanted.set(member, false);
+  header_->using_it.set(member, false);
+  for (std::size_t i = 0, n = used(); i < n; ++i) {
+    set_bit(member, i, false);
     change(i, [&](Word& w) {
-      const Word before = w;
-      w.holders &= ~gone;
-      if (w.carrier == member) {
-        if (w.where == Where::arriving) {
-          w.where = w.copied ? Where::host : Where::empty;
-        } else if (w.where == Where::device || w.where == Where::leaving) {
-          if (w.holders) {
-            w.where = Where::device;
-            w.carrier = static_cast<std::uint8_t>(__builtin_ctz(w.holders));
-          } else {
-            w.where = w.copied ? Where::host : Where::lost;
-          }
-        }
-      }
-      return pack(w) != pack(before);
+      if (w.carrier != member || w.where != Where::arriving) return false;
+      w.where = w.copied ? Where::host : Where::empty;
+      return true;
     });
+    pass_on(i, member);
+  }
+  header_->members.set(member, false);
 }
 
-bool Segment::alone() const { return (header_->members & ~bit()) == 0; }
+bool Segment::alone() const { return header_->members.first(0, self_) < 0; }
 
 // ---- host memory ---------------------------------------------------------------------------
 
@@ -340,7 +406,7 @@ char* Segment::address(std::size_t page) const {
 
 // ---- generations ---------------------------------------------------------------------------
 
-std::uint64_t Segment::generation() const { return header_->published >> 8; }
+std::uint64_t Segment::generation() const { return header_->published >> 16; }
 
 void Segment::publish(const std::string& meta) {
   if (meta.size() > kMetaBytes)
@@ -349,7 +415,7 @@ void Segment::publish(const std::string& meta) {
   const std::uint64_t next = generation() + 1;
   std::memcpy(meta_ + (next & 1) * kMetaBytes, meta.data(), meta.size());
   header_->meta_bytes[next & 1] = meta.size();
-  header_->published = next << 8 | self_;
+  header_->published = next << 16 | self_;
 }
 
 Segment::Published Segment::published() const {
@@ -373,7 +439,7 @@ void Segment::record(const Device& device, CUstream stream) {
 }
 
 void Segment::wait_published(const Device& device, CUstream stream) {
-  const unsigned member = static_cast<unsigned>(header_->published & 0xff);
+  const unsigned member = static_cast<unsigned>(header_->published & 0xffff);
   if (generation() == 0 || member >= kMembers) return;
   device.in_context([&] {
     if (member == self_) {
@@ -382,7 +448,7 @@ void Segment::wait_published(const Device& device, CUstream stream) {
     }
     Opened& o = opened_[member];
     const auto& m = header_->member[member];
-    if (!(header_->members >> member & 1)) return;  // its work ended with it
+    if (!header_->members.has(member)) return;  // its work ended with it
     if (o.joined != m.joined) {
       o.event = Event::open(m.event);
       o.joined = m.joined;

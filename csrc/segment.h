@@ -3,12 +3,15 @@
 // What it is not: it maps no device memory, sends nothing and decides nothing (agent_share.cpp does).
 //
 // Invariants: a page's contents are on the device as long as any holder's bit is set, so that a holder may
-// use what it has mapped without asking; the carrier is the holder whose pages the broker counts. A member
-// is alive while it holds the lock on its byte of the control file, which the kernel drops with the process.
+// use what it has mapped without asking; the carrier is the holder whose pages the broker counts. Who begins to
+// hold sets its bit and then looks where the page is; who puts a page out marks it leaving and then looks at the
+// bits: at least one of the two sees the other. A member is alive while it holds the lock on its byte of the
+// control file, which the kernel drops with the process.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -20,15 +23,14 @@ namespace pymux {
 
 class Segment {
  public:
-  static constexpr unsigned kMembers = 24;
+  static constexpr unsigned kMembers = 1024;
   static constexpr std::size_t kMetaBytes = 4u << 20;  // of what describes a generation
 
   enum class Where : std::uint8_t { empty, device, host, arriving, leaving, lost };
   struct Word {
     Where where = Where::empty;
     bool copied = false;  // host memory has the contents
-    std::uint8_t carrier = 0;
-    std::uint32_t holders = 0;  // a bit for each member that maps the page, or is about to
+    std::uint16_t carrier = 0;  // member
     std::uint16_t epoch = 0;    // counts arrivals on the device
   };
 
@@ -48,12 +50,16 @@ class Segment {
   std::string id() const;  // 32 hex digits
   std::string name() const;
   unsigned self() const { return self_; }
-  std::uint32_t bit() const { return 1u << self_; }
-  const Fd& control() const { return control_; }
+  // For another process; it has no lock of ours.
+  const Fd& control() const { return probe_; }
   const Fd& memory() const { return memory_; }
   std::string socket_of(unsigned member) const;
 
   Word at(std::size_t page) const { return unpack(words_[page].load()); }
+  // Holders: the members that map the page, or are about to.
+  bool holds(unsigned member, std::size_t page) const { return row(member)[page / 64].load() >> (page % 64) & 1; }
+  std::vector<unsigned> other_holders(std::size_t page) const;
+  bool held_by_others(std::size_t page) const { return first_other_holder(page) >= 0; }
   // The pages that have been in use, from the first.
   std::size_t used() const;
   void grow(std::size_t pages);
@@ -100,9 +106,14 @@ class Segment {
 
  private:
   struct Header;
+  void lay_out();
   Segment(const Device& device, Fd control, Fd memory);
   void take_place(const std::string& socket);
   void bury(unsigned member);
+  void pass_on(std::size_t page, unsigned from);
+  int first_other_holder(std::size_t page, int from = -1) const;
+  std::atomic<std::uint64_t>* row(unsigned member) const { return rows_ + member * row_words_; }
+  bool set_bit(unsigned member, std::size_t page, bool on);
   static Word unpack(std::uint64_t w);
   static std::uint64_t pack(const Word& w);
   template <class F>
@@ -110,7 +121,9 @@ class Segment {
 
   Fd control_, probe_, memory_;
   Header* header_ = nullptr;
-  std::atomic<std::uint64_t>* words_ = nullptr;
+  std::atomic<std::uint64_t>* words_ = nullptr;  // a Word for each page
+  std::atomic<std::uint64_t>* rows_ = nullptr;   // and a bit, for each member
+  std::size_t row_words_ = 0;
   char* meta_ = nullptr;
   std::size_t control_bytes_ = 0, memory_bytes_ = 0;
   char* plain_ = nullptr;  // all of the memory, not pinned
@@ -122,7 +135,7 @@ class Segment {
     std::uint64_t joined = 0;
     Event event;
   };
-  std::vector<Opened> opened_;
+  std::map<unsigned, Opened> opened_;  // by member
 };
 
 }  // namespace pymux

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "ancillary.h"
-#include "vmm.h"
+#include "fd.h"
 
 namespace pymux {
 

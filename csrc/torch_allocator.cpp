@@ -132,6 +132,7 @@ void* pymux_torch_malloc(ssize_t size, int device, CUstream) {
 }
 
 void pymux_torch_free(void* ptr, ssize_t, int, CUstream) {
+  if (Driver::lost()) return;  // in a forked child, which has no such memory
   const auto at = reinterpret_cast<CUdeviceptr>(ptr);
   const auto [region, cache] = torch_allocator::look_up(at);
   if (region && !(cache && cache->free(at))) region->free(at - region->addresses.base());
@@ -149,6 +150,7 @@ void* pymux_torch_allocate(ssize_t size, int device, CUstream stream) {
 }
 
 void pymux_torch_record_stream(void* ptr, CUstream stream) {
+  if (Driver::lost()) return;
   const auto at = reinterpret_cast<CUdeviceptr>(ptr);
   if (auto cache = torch_allocator::look_up(at).second) cache->record_stream(at, stream);
 }
@@ -172,4 +174,6 @@ void* pymux_torch_base(void* ptr, std::size_t* size) {
   return region ? reinterpret_cast<void*>(region->addresses.base()) : ptr;
 }
 
-void pymux_torch_empty_cache() { torch_allocator::empty_cache(); }
+void pymux_torch_empty_cache() {
+  if (!Driver::lost()) torch_allocator::empty_cache();
+}

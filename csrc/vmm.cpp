@@ -40,6 +40,7 @@ bool over(CUresult r) {
 
 template <class F>
 void give_back(F call) {
+  if (Driver::lost()) return;
   auto& l = leftovers();
   std::unique_lock lock(l.mutex);
   if (!l.held) {
@@ -68,10 +69,6 @@ void hold_releases() {
   auto& l = leftovers();
   std::lock_guard lock(l.mutex);
   l.held = l.any = true;
-}
-
-Fd::~Fd() {
-  if (fd_ >= 0) ::close(fd_);
 }
 
 Device::Device(int ordinal) : ordinal_(ordinal) {

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "driver.h"
+#include "fd.h"
 
 namespace pymux {
 
@@ -21,24 +22,6 @@ bool retry_releases();
 // Work that uses memory may still run, since waiting for it failed: destructors keep everything until
 // retry_releases() has waited.
 void hold_releases();
-
-// A file descriptor.
-class Fd {
- public:
-  Fd() = default;
-  explicit Fd(int fd) : fd_(fd) {}
-  Fd(Fd&& o) noexcept : fd_(std::exchange(o.fd_, -1)) {}
-  Fd& operator=(Fd&& o) noexcept {
-    std::swap(fd_, o.fd_);
-    return *this;
-  }
-  ~Fd();
-  int get() const { return fd_; }
-  explicit operator bool() const { return fd_ >= 0; }
-
- private:
-  int fd_ = -1;
-};
 
 // A device and its primary context, which torch and the CUDA runtime use too.
 class Device {

@@ -30,6 +30,8 @@ std::vector<Layout> layout() {
       {"prepare", kPrepare, sizeof(Prepare)}, {"active", kActive, sizeof(Active)},
       {"drain", kDrain, sizeof(Drain)},       {"ended", kEnded, sizeof(Ended)},
       {"ping", kPing, sizeof(Ping)},          {"fenced", kFenced, sizeof(Fenced)},
+      {"kept", kKept, sizeof(Kept)},          {"queued", kQueued, sizeof(Queued)},
+      {"trim", kTrim, sizeof(Trim)},          {"notice", kNotice, sizeof(Notice)},
   };
 }
 

@@ -10,11 +10,11 @@
 #include <vector>
 
 #include "ancillary.h"
-#include "vmm.h"
+#include "fd.h"
 
 namespace pymux::wire {
 
-constexpr std::uint32_t kVersion = 3;
+constexpr std::uint32_t kVersion = 4;
 constexpr std::size_t kMaxFds = Ancillary::kMost;
 constexpr std::size_t kMaxMessage = 1u << 20;  // a status reply is the longest
 
@@ -33,6 +33,8 @@ enum Type : std::uint16_t {
   kFailed,
   kRan,
   kPong,
+  kKept,
+  kQueued,
   kWelcome = 101,
   kError,
   kGrant,
@@ -50,6 +52,8 @@ enum Type : std::uint16_t {
   kEnded,
   kPing,
   kFenced,
+  kTrim,
+  kNotice,
 };
 
 #pragma pack(push, 1)
@@ -80,9 +84,10 @@ struct Hello {
 };
 // want: pages the client must hold for what it waits for. own: held pages it could do without.
 // ran_us: of the phase, before a yield or a loan. ranks: a bit for each member whose device is wanted; 0: all.
+// opener: the thread or task that asks, among those of its process; 0: none that could wait for others.
 struct Acquire {
   Header h;
-  std::uint64_t seq, want, own, expected_us, ran_us, ranks;
+  std::uint64_t seq, want, own, expected_us, ran_us, ranks, opener;
   std::int32_t priority;
   std::uint32_t flags;
   char phase[64];
@@ -158,6 +163,16 @@ struct Ran {
 };
 struct Pong {
   Header h;
+};
+// In answer to a recall: who has the lease's phase open; 0: nobody any more. Again when that changes.
+struct Kept {
+  Header h;
+  std::uint64_t generation, opener;
+};
+// A thread or task of the process waits until another (behind) is through with its phase of this client; 0: no more.
+struct Queued {
+  Header h;
+  std::uint64_t seq, opener, behind;
 };
 
 struct Welcome {
@@ -236,6 +251,15 @@ struct Fenced {
   std::uint64_t generation;
   std::uint32_t requeued, reserved;  // requeued: the phase had not begun, and waits again
 };
+// Others need host memory: give back what is pinned and not in use, and answer with Host.
+struct Trim {
+  Header h;
+};
+// For the process's standard error.
+struct Notice {
+  Header h;
+  char text[512];
+};
 #pragma pack(pop)
 
 enum ErrorCode : std::uint32_t {
@@ -249,6 +273,8 @@ enum ErrorCode : std::uint32_t {
   kNoHostMemory,
   kMemberLost,
   kNoRegion,
+  kDeadlock,
+  kConfig,
 };
 
 struct Layout {

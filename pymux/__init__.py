@@ -8,6 +8,7 @@ from pymux.errors import (
     ConfigError,
     ContentsLost,
     CudaError,
+    DeadlockError,
     DeviceOutOfMemory,
     DriverError,
     FrozenRegion,
@@ -25,8 +26,8 @@ from pymux.errors import (
     VersionMismatch,
 )
 from pymux.guest import Opaque, opaque
-from pymux.mux import Mux, connect
-from pymux.phase import Lease, Phase
+from pymux.mux import Mux, connect, current
+from pymux.phase import AsyncLease, Lease, Phase
 from pymux.region import Region
 from pymux.shared import SharedRegion
 
@@ -34,12 +35,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AcquireTimeout",
+    "AsyncLease",
     "BrokerLost",
     "CapacityError",
     "ClientExists",
     "ConfigError",
     "ContentsLost",
     "CudaError",
+    "DeadlockError",
     "DeviceOutOfMemory",
     "DriverError",
     "FrozenRegion",
@@ -62,5 +65,6 @@ __all__ = [
     "UnknownRegion",
     "VersionMismatch",
     "connect",
+    "current",
     "opaque",
 ]

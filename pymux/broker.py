@@ -19,6 +19,7 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,14 @@ from pymux.events import (
     HostGrant,
     HostWant,
     Joined,
+    Kept,
     Left,
+    Notice,
     Ping,
     Pong,
     Prepare,
     Promise,
+    Queued,
     Ran,
     Ready,
     Recall,
@@ -55,6 +59,7 @@ from pymux.events import (
     Returned,
     Take,
     Tick,
+    TrimHost,
     Unresponsive,
     Want,
 )
@@ -101,6 +106,7 @@ class Peer:
     figures: dict[str, dict[str, int]] = field(default_factory=dict)  # of its regions, as last told
     coming: dict[str, dict[str, int]] = field(default_factory=dict)  # of an answer that is not whole yet
     outbox: deque[tuple[bytes, list[int]]] = field(default_factory=deque)
+    death: int = -1  # a pidfd: readable once the process has ended, whoever inherited its socket
     writing: bool = False  # whether the loop watches for room in its socket
 
     def __str__(self) -> str:
@@ -238,6 +244,10 @@ class Broker:
             while not self._stopping:
                 for fd, mask in self._poll.poll(self._timeout()):
                     if peer := self._by_fd.get(fd):
+                        if fd == peer.death:
+                            self._read(peer)  # what it said before it died
+                            self._drop(peer)
+                            continue
                         if mask & ~select.EPOLLOUT:
                             self._read(peer)
                         if mask & select.EPOLLOUT:
@@ -287,6 +297,8 @@ class Broker:
     def _close(self) -> None:
         for peer in list(self._peers.values()):
             peer.sock.close()
+            if peer.death >= 0:
+                os.close(peer.death)
         for device in self._devices.values():
             for fd in device.fds:
                 os.close(fd)
@@ -314,6 +326,7 @@ class Broker:
         self._next_id += 1
         self._peers[peer.id] = self._by_fd[sock.fileno()] = peer
         self._poll.register(sock, select.EPOLLIN)
+        self._watch_death(peer)
         if uid not in {os.getuid(), 0} and not self._groups & {gid, *_supplementary_groups(sock)}:
             self._reject(
                 peer,
@@ -322,6 +335,16 @@ class Broker:
                     "with --allow-group."
                 ),
             )
+
+    def _watch_death(self, peer: Peer) -> None:
+        """Notice the end of a process also while a child that it forked has its socket open."""
+        try:
+            peer.death = os.pidfd_open(peer.pid)
+        except (OSError, AttributeError) as e:  # of another pid namespace, an old kernel, or ended already
+            log.debug("%s: its socket alone tells of its end (%s)", peer, e)
+            return
+        self._by_fd[peer.death] = peer
+        self._poll.register(peer.death, select.EPOLLIN)
 
     def _refuse(self) -> None:
         """Tell who waits at the door that there are no file descriptors left, by means of the spare one."""
@@ -386,6 +409,10 @@ class Broker:
         del self._by_fd[peer.sock.fileno()]
         self._poll.unregister(peer.sock)
         peer.sock.close()
+        if peer.death >= 0:
+            del self._by_fd[peer.death]
+            self._poll.unregister(peer.death)
+            os.close(peer.death)
         for _, fds in peer.outbox:
             if fds:
                 self._devices[peer.device].fds += fds
@@ -425,6 +452,7 @@ class Broker:
                     overlap=bool(m["flags"] & wire.OVERLAP),
                     ranks=frozenset(i for i in range(64) if m["ranks"] >> i & 1) if m["ranks"] else frozenset(),
                     regions=peer.regions,
+                    opener=m["opener"],
                     counts=_counts(m),
                 )
                 peer.regions = ""
@@ -447,6 +475,10 @@ class Broker:
                 event = Failed(client=peer.id, generation=m["generation"], text=m["text"], for_good=bool(m["for_good"]))
             case "pong":
                 event = Pong(client=peer.id)
+            case "kept":
+                event = Kept(client=peer.id, generation=m["generation"], opener=m["opener"])
+            case "queued":
+                event = Queued(client=peer.id, seq=m["seq"], opener=m["opener"], behind=m["behind"])
             case "want":
                 event = Want(client=peer.id, seq=m["seq"], want=m["want"], own=m["own"], counts=_counts(m))
             case "host":
@@ -508,6 +540,7 @@ class Broker:
                 host_pinned=m["host_pinned"],
                 need=m["need"],
                 host_need=m["host_need"],
+                process=peer.pid,
                 counts=_counts(m),
             ),
             now,
@@ -592,8 +625,11 @@ class Broker:
                 self._send(peer, wire.encode(type(action).__name__.lower(), generation=generation))
             case Fenced(generation=generation, requeued=requeued):
                 self._send(peer, wire.encode("fenced", generation=generation, requeued=int(requeued)))
-            case Ping():
-                self._send(peer, wire.encode("ping"))
+            case Ping() | TrimHost():
+                self._send(peer, wire.encode("ping" if isinstance(action, Ping) else "trim"))
+            case Notice(text=text):
+                self._send(peer, wire.encode("notice", text=text))
+                log.warning("%s: %s", peer, text)
             case Unresponsive(seconds=seconds):
                 log.warning("%s has not answered for %.1f s: its lease goes to others", peer, seconds)
                 if self._rules.kill_unresponsive:
@@ -744,8 +780,13 @@ def _open_to_groups(directory: Path, path: Path, groups: frozenset[int]) -> None
 
 
 def _private_directory(path: Path, groups: frozenset[int]) -> None:
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    info = path.stat()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = path.stat()
+    except OSError as e:
+        raise ConfigError(
+            f"{path} cannot be made: {e.strerror}. Set PYMUX_RUNTIME_DIR to a directory of your own."
+        ) from e
     if info.st_uid != os.getuid():
         raise NotAllowed(f"{path} belongs to another user. Set PYMUX_RUNTIME_DIR to a directory of your own.")
     if info.st_mode & (0o022 if groups else 0o077):
@@ -761,8 +802,9 @@ def serve(
     spill_dir: Path | None,
     rules: Rules,
     linger: float | None,
+    serving: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run a broker in this process until it is told to stop; arguments as `Broker`'s.
+    """Run a broker in this process until it is told to stop; arguments as `Broker`'s; `serving` is called when it listens.
 
     Raises:
         AlreadyRunning: another broker serves the directory.
@@ -785,4 +827,5 @@ def serve(
     )
     for sig in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sig, lambda *_: broker.stop())
+    serving()
     broker.run()

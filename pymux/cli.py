@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -14,6 +15,9 @@ import click
 
 from pymux import config
 from pymux.errors import BrokerLost, ProtocolError, PymuxError
+
+
+_SERVES = "serves\n"
 
 
 class _Group(click.Group):
@@ -62,8 +66,7 @@ def opaque(*, pid: int, job: str | None, device: int, device_memory: str, second
     """Share the device with a process that uses it without pymux, as a whole, until it ends."""
     from pymux.guest import opaque as take_over
 
-    memory = 0 if device_memory == "0" else config.parse_size(device_memory)
-    with take_over(pid, job=job or f"pid-{pid}", device=device, device_memory=memory) as guest:
+    with take_over(pid, job=job or f"pid-{pid}", device=device, device_memory=device_memory) as guest:
         click.echo(f"process {pid} has {guest.nbytes / 2**20:.0f} MiB on the device, and takes turns of {seconds:g} s")
         guest.share(seconds)
 
@@ -140,13 +143,12 @@ def broker(
     decided = rules.load(path) if path else rules.Rules()
     decided = replace(decided, **{k: v for k, v in said.items() if v is not None})  # type: ignore[arg-type]
     decided = rules.with_jobs(decided, jobs)
+    started = _to_background() if background else None
+    handler: logging.Handler = logging.StreamHandler()
     if background:
-        if os.fork():
-            os._exit(0)  # the starter waits for this process; the broker goes on in the child
-        settings.runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handler: logging.Handler = logging.FileHandler(settings.runtime_dir / "broker.log")
-    else:
-        handler = logging.StreamHandler()
+        with contextlib.suppress(OSError):  # then serving fails, and says why
+            settings.runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handler = logging.FileHandler(settings.runtime_dir / "broker.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logging.getLogger("pymux").addHandler(handler)
     logging.getLogger("pymux").setLevel(logging.INFO if verbose or background else logging.WARNING)
@@ -159,13 +161,47 @@ def broker(
             spill_dir=spill_dir or settings.spill_dir,
             rules=decided,
             linger=linger or None,
+            serving=lambda: _tell(started, ""),
         )
     except AlreadyRunning:
         if not background:
             raise
-    except Exception:
+        _tell(started, "")
+    except Exception as e:
         logging.getLogger("pymux.broker").exception("the broker ends")
+        _tell(started, f"{type(e).__name__}: {e}")
         raise
+
+
+def _to_background() -> int:
+    """Go on in a child; this process ends when the child has told how its start went, and with what it said.
+
+    Returns:
+        In the child: the descriptor to tell that through.
+    """
+    hears, tells = os.pipe2(os.O_CLOEXEC)
+    if os.fork():
+        os.close(tells)
+        with os.fdopen(hears, encoding="utf-8", errors="replace") as pipe:
+            said = pipe.read()
+        if said != _SERVES:
+            click.echo(f"Error: {said.strip() or 'the broker ended while it started; its log says why'}", err=True)
+        sys.stderr.flush()
+        os._exit(said != _SERVES)
+    os.close(hears)
+    silent = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):  # whoever waits for the starter's output waits for no more
+        os.dup2(silent, fd)
+    os.close(silent)
+    return tells
+
+
+def _tell(started: int | None, error: str) -> None:
+    """Tell the starter of a broker in the background, once, that it serves, or why it does not."""
+    if started is not None:
+        with contextlib.suppress(OSError):
+            os.write(started, (error or _SERVES).encode())
+            os.close(started)
 
 
 @main.command()

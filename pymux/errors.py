@@ -94,6 +94,10 @@ class LeaseFenced(LeaseError):
     """This process was stopped for so long that others got its device. Leave the phase and enter it again."""
 
 
+class DeadlockError(LeaseError):
+    """Waiting for the device would never end: those who wait have what the others wait for."""
+
+
 class AcquireTimeout(LeaseError, TimeoutError):
     """The device was not granted in the given time."""
 

@@ -32,6 +32,7 @@ class Joined(Event):
     ``world``: members of its group that have a device; ``joint``: there may be others in it. ``device``: empty for
     a controller, which has no device memory. ``opener``: it opened the phase of its
     lease. ``need``, ``host_need``: bytes of device and host memory that it will need at most; 0: unknown.
+    ``process``: its pid; 0: unknown.
     """
 
     job: str
@@ -49,6 +50,7 @@ class Joined(Event):
     host_pinned: int = 0
     need: int = 0
     host_need: int = 0
+    process: int = 0
     counts: Counts = field(default_factory=Counts)
 
 
@@ -63,7 +65,8 @@ class Acquire(Event):
 
     ``want``: pages its client must hold; ``own``: held and unneeded. ``expected``: seconds of the whole phase,
     0: as learnt; ``ran``: seconds of it that are done. ``ranks``: of the
-    members whose devices are wanted; empty: all. ``regions``: what the members must have there.
+    members whose devices are wanted; empty: all. ``regions``: what the members must have there. ``opener``: the
+    thread or task that asks; 0: none that could wait for others.
     """
 
     seq: int
@@ -76,7 +79,25 @@ class Acquire(Event):
     overlap: bool = False
     ranks: frozenset[int] = frozenset()
     regions: str = ""
+    opener: int = 0
     counts: Counts = field(default_factory=Counts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept(Event):
+    """After a recall: this thread or task of the client has the lease's phase open; 0: none any more."""
+
+    generation: int
+    opener: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Queued(Event):
+    """A thread or task of the client's process waits for another's phase of it to end; ``behind`` 0: not any more."""
+
+    seq: int
+    opener: int
+    behind: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,6 +310,18 @@ class HostGrant(Action):
 
     granted: int
     exhausted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrimHost(Action):
+    """Others need host memory: give back what is pinned and not in use, and say what is left."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Notice(Action):
+    """Something that the client's user should know."""
+
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

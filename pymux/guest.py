@@ -23,6 +23,7 @@ from pymux.wire import device_name
 _CLAIM = "claim"  # name of the region that stands for the process's memory
 _WATCH_SECONDS = 0.005  # how soon a process that waits for its next phase gives the device away
 THAW_SECONDS = 60.0  # how long a process that is left behind is tried to be set going again
+_LONGEST = 86400.0  # seconds that a process may take to let itself be stopped
 _FREE_SECONDS = 5.0  # within this, memory that was just given up is free
 _RETRY_SECONDS = 1.0  # after which a process that could not be stopped is tried again
 
@@ -53,12 +54,15 @@ def opaque(
         CudaError: the driver does not checkpoint it, for instance because it shares memory with others. It runs on.
         DriverError: the driver has no such calls (CUDA 12.8), or there is no such process.
     """
+    config.check_int("pid", pid, 1, 2**31 - 1)
+    memory = config.check_size("device_memory", device_memory)
+    config.check_seconds("lock_timeout", lock_timeout)
     settings = config.load()
     driver = _core.load_driver(settings.driver)
     _state(pid)
     mux = connect(job or settings.job, name=f"opaque.{pid}", device=device)
     try:
-        return Opaque(mux, pid, driver, device_memory=device_memory, lock_timeout=lock_timeout)
+        return Opaque(mux, pid, driver, device_memory=memory, lock_timeout=min(lock_timeout, _LONGEST))
     except BaseException:
         mux.close()
         raise
@@ -108,7 +112,7 @@ class Opaque:
         nbytes: bytes of device memory that are set aside for it while it runs.
     """
 
-    def __init__(self, mux: Mux, pid: int, driver: str, *, device_memory: int | str, lock_timeout: float) -> None:
+    def __init__(self, mux: Mux, pid: int, driver: str, *, device_memory: int, lock_timeout: float) -> None:
         self.pid = pid
         self.mux = mux
         self._lock_ms = max(1, int(lock_timeout * 1000))
@@ -122,8 +126,7 @@ class Opaque:
             [sys.executable, "-m", "pymux.guardian", str(pid), driver], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
         )
         try:
-            nbytes = config.parse_size(device_memory) if isinstance(device_memory, str) else device_memory
-            self.nbytes = self._measure(driver, nbytes)
+            self.nbytes = self._measure(driver, device_memory)
             agent = mux._agents[0]  # noqa: SLF001 - a claim is no region of a user's
             core = agent.create_region(name=_CLAIM, keep=False, fingerprint=False, frozen=False, claim=True)
             claim = Region(mux, core, 0, frozen=False)
@@ -199,7 +202,7 @@ class Opaque:
                 raise LeaseError(f"process {self.pid} is in a phase already.")
             if self._phase is None:
                 phase = self.mux.phase(name, uses=(_CLAIM,), **options)
-                phase.__enter__()
+                self.mux._enter(phase, detached=True)  # noqa: SLF001 - the watcher may end it
                 self._phase = phase
             try:
                 thaw(self.pid, _FREE_SECONDS, retry=DeviceOutOfMemory)

@@ -93,6 +93,9 @@ class Lease:
         until: of a loan, when the group wants its devices back; of a request, before when it is not tried again.
         failure: why a member could not, and `error`, the exception's name.
         prepared: members that were told of the request without having asked.
+        askers: by opener, the number of its thread or task.
+        kept: the same of those that have the phase open, as far as they were asked: a lease may be parked.
+        noticed: whether who waits was told that members are missing.
     """
 
     order: int
@@ -124,6 +127,9 @@ class Lease:
     recalled_for: int = 0
     until: float = 0.0
     prepared: set[int] = field(default_factory=set)
+    askers: dict[int, int] = field(default_factory=dict)
+    kept: dict[int, int] = field(default_factory=dict)
+    noticed: bool = False
 
     def move(self, cause: Cause) -> State:
         """Change state; what the table does not know is a mistake of the scheduler's."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from pymux.bank import Bank
-from pymux.errors import CapacityError, ClientExists, DriverError, HostOutOfMemory, ProtocolError
+from pymux.errors import CapacityError, ClientExists, ConfigError, DriverError, HostOutOfMemory
 from pymux.events import Joined
 from pymux.jobs import Job, Limits
 from pymux.lease import GroupKey
@@ -25,6 +25,7 @@ class Group:
     joint: bool  # its members hold devices together; else it is one process alone
     world: int = 0  # members with a device; 0: no such one has come yet
     members: dict[int, Client] = field(default_factory=dict)
+    refused: str = ""  # what to tell who asks after a process came that did not fit, until the group is whole
     lost: str = ""  # what to tell who asks while a member that was there is not
 
     @property
@@ -36,6 +37,22 @@ class Group:
     def ready(self) -> bool:
         """Whether every member is connected and answers."""
         return self.world > 0 and len(self.workers) == self.world and self.responsive
+
+    @property
+    def missing(self) -> str:
+        """Who of the group has not come, and what to do; nothing when all are here, or one is lost."""
+        if self.lost or len(self.workers) == self.world > 0:
+            return ""
+        if not self.world:
+            return f"No member of group '{self.key[1]}' of job '{self.key[0]}' that has a device is connected."
+        here = {c.rank for c in self.workers}
+        ranks = [r for r in range(self.world) if r not in here]
+        some = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        job, group = self.key
+        return (
+            f"Of group '{group}' of job '{job}' rank {some} of {self.world} is not connected: start it, or "
+            f"connect() with the right world=."
+        )
 
     @property
     def workers(self) -> list[Client]:
@@ -54,6 +71,7 @@ class Client:
     device: str
     rank: int
     heard: float
+    process: int  # its pid; if unknown, a number that no other client has
     want_seq: int = 0  # of the message that last told its want
     pinged: float = 0.0  # 0: not since it was heard
     responsive: bool = True
@@ -99,7 +117,7 @@ class Members:
             ClientExists: its name is taken.
             DriverError: its pages have another size than the device's.
             HostOutOfMemory: it needs more host memory than its job may have.
-            ProtocolError: it does not fit its group.
+            ConfigError: it does not fit its group.
         """
         job = self.jobs.get(e.job) or Job(name=e.job, limits=self._limits.get(e.job, self._default), at=now)
         if any(self.clients[c].name == e.name for c in job.clients):
@@ -117,13 +135,18 @@ class Members:
             or (not group.joint and group.members)
             or (e.device and ((group.world or e.world) != e.world or len(workers) >= e.world))
         ):
-            raise ProtocolError(
-                f"group '{e.group}' of job '{e.job}' has {len(workers)} of {group.world} members; a member "
-                f"with world={e.world} does not fit."
+            text = (
+                f"group '{e.group}' of job '{e.job}' has {len(workers)} of {group.world} members; '{e.name}' (rank "
+                f"{e.rank}) with world={e.world} does not fit. All its members say the same world=, and each a rank= "
+                f"of its own."
             )
+            if len(workers) < group.world:  # those who wait for it hear it too
+                group.refused = text
+            raise ConfigError(text)
         if e.device and e.rank in {c.rank for c in workers}:
-            raise ProtocolError(f"group '{e.group}' of job '{e.job}' has a member of rank {e.rank} already.")
-        client = Client(id=e.client, name=e.name, job=job, group=group, device=e.device, rank=e.rank, heard=now)
+            raise ConfigError(f"group '{e.group}' of job '{e.job}' has a member of rank {e.rank} already.")
+        client = Client(id=e.client, name=e.name, job=job, group=group, device=e.device, rank=e.rank, heard=now,
+                        process=e.process or -e.client)  # fmt: skip
         self.clients[e.client] = client
         self.groups[key] = group
         self.jobs[e.job] = job
@@ -134,7 +157,7 @@ class Members:
         if e.device:
             group.world = e.world
             if len(workers) + 1 == group.world:
-                group.lost = ""
+                group.lost = group.refused = ""
         return client
 
     def _admit(self, e: Joined, limits: Limits) -> None:

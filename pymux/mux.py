@@ -10,16 +10,21 @@ import contextlib
 import faulthandler
 import os
 import sys
+import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import inf
 from typing import Any, Literal
 
 from pymux import _core, calibrate, config, run
-from pymux.errors import ConfigError, FrozenRegion, RegionError, UnknownRegion
+from pymux.errors import AcquireTimeout, ClientExists, ConfigError, FrozenRegion, LeaseError, RegionError, UnknownRegion
 from pymux.phase import Entry, Phase, PhaseOptions
 from pymux.region import Region
 from pymux.shared import SharedRegion, segment_of
+from pymux.turns import Turns, opener
 
 OnEvict = Literal["keep", "discard"]
 Swap = Literal["demand", "snapshot"]
@@ -28,6 +33,9 @@ Track = Literal["phases", "fingerprint"]
 _TRACE_LENGTH = 65536  # spans that a Mux remembers
 _MAX_ENTRIES = 256
 _RUN: set[int] = set()  # devices whose connection of 'pymux run' has its Mux
+_CONNECTED: dict[tuple[str, str, str], Mux] = {}  # by socket, job and name: of this process
+_MAX_ORDINAL = 1023  # of a device; more than any machine has
+_MAX_WORLD = 1 << 16
 _SUMS = ("pages_held", "pages_spare", "host_pinned_bytes", "host_used_bytes", "host_granted_bytes")
 
 
@@ -44,6 +52,7 @@ def connect(
     device_memory: int | str = 0,
     host_memory: int | str = 0,
     swap: Swap = "demand",
+    timeout: float | None = None,
     start_broker: bool = True,
     connect_timeout: float = 10.0,
 ) -> Mux:
@@ -67,6 +76,8 @@ def connect(
         host_memory: the same of pinned host memory, for all that this process may have swapped out.
         swap: ``"demand"`` moves only the pages that must move. ``"snapshot"`` swaps everything out
             at every yield, as whole-process checkpoints do; it is there to compare with.
+        timeout: seconds that phases, ``with mux.region(...)`` blocks and `Mux.adopt` wait for the device where they do
+            not say; None: as long as it takes.
         start_broker: start a broker when none answers.
         connect_timeout: seconds to wait for one.
 
@@ -79,29 +90,32 @@ def connect(
         HostOutOfMemory: `host_memory` is more than the node has for this, or the job may have.
         DriverError: no usable driver or device.
         BrokerLost: no broker answers and none could be started.
-        ClientExists: this job has a process of this name already.
+        ClientExists: this job has a process of this name already; when that is this one, `current` returns the
+            connection.
+        LeaseError: the process is a fork of one that uses the device.
         VersionMismatch: the broker is of another version.
     """
+    _check_arguments(job, name, group, device, devices, rank, world, controller, swap)
+    config.check_seconds("connect_timeout", connect_timeout)
+    if timeout is not None:
+        config.check_seconds("timeout", timeout)
     if group is not None:
         name = f"{group}.controller" if controller and name == "main" else name if name != "main" else f"{group}.{rank}"
-    for what, value in (("job", job), ("name", name), ("group", name if group is None else group)):
-        config.check_name(what, value)
-    if swap not in {"demand", "snapshot"}:
-        raise ConfigError(f"swap={swap!r}: use 'demand' or 'snapshot'.")
-    if devices is not None and (group is not None or not devices or len(set(devices)) < len(devices)):
-        raise ConfigError(f"devices={list(devices)!r}: give different ordinals, and no group= beside them.")
-    if controller and group is None:
-        raise ConfigError("controller=True: say of which group=.")
-    if not 0 <= rank < world or (devices and world > 1):
-        raise ConfigError(f"rank={rank}, world={world}: ranks count from 0 to world - 1, and need a group=.")
-    if group is None and world > 1:
-        raise ConfigError(f"world={world}: say of which group=.")
+        config.check_name("name", name)
+    need = config.check_size("device_memory", device_memory)
+    host_need = config.check_size("host_memory", host_memory)
     settings = config.load()
     driver = _core.load_driver(settings.driver)
+    key = (str(settings.socket), job, name)
     plain = name == "main" and group is None and devices is None and swap == "demand"
     plain = plain and not device_memory and not host_memory
     if settings.run and plain and job == settings.job and (mux := _join_run(job, device, check=settings.check)):
         return mux
+    if key in _CONNECTED:
+        raise ClientExists(
+            f"this process is connected as {config.clip(name)} of job {config.clip(job)} already. "
+            f"pymux.current({config.clip(job)}) returns that connection; its close() ends it."
+        )
     spawn = run.broker_command(driver)
     ordinals = list(devices) if devices else [device]
     agents: list[_core.Agent] = []
@@ -120,8 +134,8 @@ def connect(
                     device=ordinal,
                     controller=controller,
                     page_size=settings.page_size,
-                    need=_bytes(device_memory),
-                    host_need=_bytes(host_memory),
+                    need=need,
+                    host_need=host_need,
                     pass_pages=settings.pass_pages,
                     snapshot=swap == "snapshot",
                     duplex=controller or calibrate.link(ordinal, settings.runtime_dir)["duplex"],
@@ -133,7 +147,75 @@ def connect(
         for agent in agents:
             agent.close()
         raise
-    return Mux(agents, job=job, name=name, ordinals=ordinals, joint=bool(devices or group), check=settings.check)
+    mux = Mux(
+        agents,
+        job=job,
+        name=name,
+        ordinals=ordinals,
+        joint=bool(devices or group),
+        check=settings.check,
+        timeout=timeout,
+    )
+    _CONNECTED[key] = mux
+    return mux
+
+
+def current(job: str | None = None, name: str | None = None) -> Mux:
+    """Return a connection that this process has, such as after a notebook's cell has lost the variable.
+
+    Args:
+        job: of which job; None: of any.
+        name: of which name within the job; None: of any.
+
+    Raises:
+        LeaseError: there is none, or several fit.
+    """
+    fits = [m for m in _CONNECTED.values() if job in {None, m.job} and name in {None, m.name}]
+    if len(fits) == 1:
+        return fits[0]
+    known = config.clip([f"{m.job}/{m.name}" for m in _CONNECTED.values()], 120)
+    if fits:
+        raise LeaseError(f"this process has {len(fits)} connections that fit: {known}. Say job= and name=.")
+    raise LeaseError(
+        f"this process has no such connection; it has {known}. pymux.connect(job) makes one."
+        if _CONNECTED
+        else "this process is not connected: pymux.connect(job) does that."
+    )
+
+
+def _check_arguments(
+    job: str,
+    name: str,
+    group: str | None,
+    device: int,
+    devices: Sequence[int] | None,
+    rank: int,
+    world: int,
+    controller: bool,
+    swap: str,
+) -> None:
+    for what, value in (("job", job), ("name", name), ("group", name if group is None else group)):
+        config.check_name(what, value)
+    config.check_choice("swap", swap, ("demand", "snapshot"))
+    config.check_int("device", device, 0, _MAX_ORDINAL)
+    config.check_int("world", world, 1, _MAX_WORLD)
+    if devices is not None:
+        if isinstance(devices, str) or not isinstance(devices, Sequence):
+            raise ConfigError(f"devices={config.clip(devices)}: give a list of ordinals, such as [0, 1].")
+        for ordinal in devices:
+            config.check_int("devices", ordinal, 0, _MAX_ORDINAL)
+        if group is not None or not devices or len(set(devices)) < len(devices):
+            raise ConfigError(
+                f"devices={config.clip(list(devices))}: give different ordinals, and no group= beside them."
+            )
+    if not isinstance(controller, bool):
+        raise ConfigError(f"controller={config.clip(controller)}: give True or False.")
+    if controller and group is None:
+        raise ConfigError("controller=True: say of which group=.")
+    if config.check_int("rank", rank, 0, _MAX_WORLD) >= world or (devices and world > 1):
+        raise ConfigError(f"rank={rank}, world={world}: ranks count from 0 to world - 1, and need a group=.")
+    if group is None and world > 1:
+        raise ConfigError(f"world={world}: say of which group=.")
 
 
 def _join_run(job: str, device: int, *, check: bool) -> Mux | None:
@@ -145,10 +227,6 @@ def _join_run(job: str, device: int, *, check: bool) -> Mux | None:
     mux = Mux([agent], job=job, name=f"run.{os.getpid()}", ordinals=[device], check=check)
     mux._add(Region(mux, core, 0, frozen=False))  # noqa: SLF001 - two halves of one thing
     return mux
-
-
-def _bytes(size: int | str) -> int:
-    return config.parse_size(size) if isinstance(size, str) else size
 
 
 class Mux:
@@ -169,6 +247,7 @@ class Mux:
         ordinals: Sequence[int],
         joint: bool = False,
         check: bool = False,
+        timeout: float | None = None,
     ) -> None:
         self.job = job
         self.name = name
@@ -176,15 +255,21 @@ class Mux:
         self._agents = list(agents)
         self._agent = self._agents[0]
         self._joint = joint
+        self._timeout = timeout
         self._regions: dict[str, Region] = {}
         self._spans: deque[tuple[str, str, float, float]] = deque(maxlen=_TRACE_LENGTH)
         self._torch: Any = None
+        self._turns = Turns(self._agent.tell_wait)
         self._open: Phase | None = None
+        self._guests = threading.Lock()  # guards _open, and how many guests its phase has
+        self._no_guests = threading.Condition(self._guests)
+        self._helper: Any = None  # the thread of what would block an event loop
+        self.forked = False
         self._epoch = 0
         self._entries: dict[PhaseOptions, Entry] = {}  # of phases that were entered with the regions of now
         self._filling: list[str] = []  # regions whose blocks (or adopt() calls) are open
         self._check: Any = None
-        self._pid = os.getpid()
+        _HERE.add(self)
         if not faulthandler.is_enabled() and sys.stderr is not None:
             # Region faults then come with Python's traceback. Without a real stderr it cannot be had.
             with contextlib.suppress(ValueError, OSError):
@@ -206,6 +291,7 @@ class Mux:
         on_evict: OnEvict | None = None,
         frozen: bool | None = None,
         track: Track | None = None,
+        timeout: float | None = None,
     ) -> Region:
         """Return the region of this name, creating it the first time; later calls may leave its options out.
 
@@ -220,25 +306,29 @@ class Mux:
             track: ``"phases"`` (default): every page counts as changed by a phase that `writes` the region.
                 ``"fingerprint"``: at the end of such a phase each page's contents are compared with the
                 copy by a 128-bit hash, on the device; for regions of which phases change a part.
+            timeout: seconds that ``with`` blocks of the region and `adopt` wait for the device, from now on; None:
+                as before, at first what `connect` was told.
 
         Raises:
+            ConfigError: an argument is not usable.
             RegionError: it exists with other options.
         """
+        config.check_name("region", name)
+        config.check_choice("on_evict", on_evict, ("keep", "discard"))
+        config.check_choice("track", track, ("phases", "fingerprint"))
+        if frozen is not None and not isinstance(frozen, bool):
+            raise ConfigError(f"frozen={config.clip(frozen)}: give True or False.")
         region = self._regions.get(name)
         at = self._at(device)
         if region is None:
-            if not name or "\n" in name:
-                raise RegionError(f"region {name!r}: give a name of one line.")
-            if on_evict not in {None, "keep", "discard"}:
-                raise RegionError(f"on_evict={on_evict!r}: use 'keep' or 'discard'.")
-            if track not in {None, "phases", "fingerprint"}:
-                raise RegionError(f"track={track!r}: use 'phases' or 'fingerprint'.")
             core = self._agents[at].create_region(name, on_evict != "discard", track == "fingerprint", bool(frozen))
             region = Region(self, core, at, frozen=bool(frozen))
             self._add(region)
         for option, asked in (("on_evict", on_evict), ("frozen", frozen), ("track", track), ("device", device)):
             if asked is not None and getattr(region, option) != asked:
                 raise RegionError(f"region {name!r} exists with {option}={getattr(region, option)!r}, not {asked!r}.")
+        if timeout is not None:
+            region.timeout = config.check_seconds("timeout", timeout)
         return region
 
     def open_shared(
@@ -260,8 +350,10 @@ class Mux:
             ConfigError: `token` is none.
             RegionError: nobody has it any more, it is on another device, or this process has a region of that name.
         """
+        if name is not None:
+            config.check_name("name", name)
         at = self._at(device)
-        core = self._agents[at].open_shared(segment_of(token), name or "", writable)
+        core = self._agents[at].open_shared(segment_of(token), name or "", bool(writable))
         region = SharedRegion(self, core, at, frozen=not writable)
         self._add(region)
         return region
@@ -270,8 +362,8 @@ class Mux:
         """Index of a device's agent; of the first without one."""
         if device is None:
             return 0
-        if device not in self.ordinals:
-            raise RegionError(f"device={device!r}: this process uses {self.ordinals}.")
+        if isinstance(device, bool) or device not in self.ordinals:
+            raise RegionError(f"device={config.clip(device)}: this process uses {self.ordinals}.")
         return self.ordinals.index(device)
 
     def _add(self, region: Region) -> None:
@@ -369,7 +461,8 @@ class Mux:
         """A stretch of device work; a context manager, or a decorator.
 
         Entering waits until the device is this process's and the regions are resident. Leaving
-        waits for the device work of the phase. Phases do not nest.
+        waits for the device work of the phase. Phases do not nest; those of several threads, and of several tasks
+        (``async with``), take turns in the order of asking.
 
         Args:
             name: such as ``"rollout"`` or ``"train"``.
@@ -379,30 +472,42 @@ class Mux:
             lazy: regions (of `uses`, or beside them) that come in behind the body, in the order named;
                 `Lease.require` waits for one.
             expect: expected seconds, for the scheduler; 0: as earlier phases of this name took.
-            timeout: seconds to wait for the device; None waits as long as it takes.
+            timeout: seconds to wait for the device; None: what `connect` was told; ``math.inf``: as long as it takes.
             priority: as CUDA counts: smaller is more urgent, 0 usual. The body's torch work runs on a stream of
                 this priority (0 for those above), and the broker's policy ``priority`` goes by it.
             overlap: whether the phase may run beside a more urgent one when both fit, instead of waiting for it.
             devices: ordinals of the devices that it needs, of a Mux with several; default all.
+
+        Raises:
+            ConfigError: an argument is not usable. Entering it raises:
+            AcquireTimeout: the device was not had within `timeout`.
+            DeadlockError: it would be waited for for ever.
+            LeaseError: this thread or task has a phase open.
+            UnknownRegion: it names a region that is not there.
         """
-        if not isinstance(priority, int):
-            raise ConfigError(f"priority={priority!r}: give an integer; smaller is more urgent.")
-        if not expect >= 0:
-            raise ConfigError(f"expect={expect!r}: give seconds.")
-        on = self.ordinals if devices is None else list(devices)
-        if not on or not set(on) <= set(self.ordinals):
-            raise ConfigError(f"devices={on!r}: this process uses {self.ordinals}.")
+        config.check_name("phase", name)
+        config.check_int("priority", priority, -(2**31), 2**31 - 1)
+        config.check_seconds("expect", expect)
+        if timeout is None:
+            timeout = self._timeout
+        elif config.check_seconds("timeout", timeout) == inf:
+            timeout = None
+        on = self.ordinals
+        if devices is not None:
+            on = list(devices) if isinstance(devices, Iterable) and not isinstance(devices, str) else []
+            if not on or any(isinstance(d, bool) or d not in self.ordinals for d in on):
+                raise ConfigError(f"devices={config.clip(devices)}: this process uses {self.ordinals}.")
         return Phase(
             self,
             PhaseOptions(
                 name=name,
-                uses=None if uses is None else tuple(uses),
-                writes=None if writes is None else tuple(writes),
-                lazy=tuple(lazy),
-                expect=expect,
+                uses=None if uses is None else config.check_names("uses", uses),
+                writes=None if writes is None else config.check_names("writes", writes),
+                lazy=config.check_names("lazy", lazy),
+                expect=float(expect),
                 timeout=timeout,
                 priority=priority,
-                overlap=overlap,
+                overlap=bool(overlap),
                 devices=tuple(on),
             ),
         )
@@ -504,14 +609,18 @@ class Mux:
 
     def close(self) -> None:
         """Give lease and pages back. Contents of the regions are gone. Idempotent."""
-        if os.getpid() != self._pid:
-            return  # a fork of the process that connected
+        if self.forked:
+            return  # the parent's
         atexit.unregister(self.close)
+        for key in [k for k, m in _CONNECTED.items() if m is self]:
+            del _CONNECTED[key]
         if self._check is not None:
             check, self._check = self._check, None
             check.__exit__(None, None, None)
         for agent in self._agents:
             agent.close()
+        if self._helper is not None:
+            self._helper.shutdown(wait=False)
 
     def __enter__(self) -> Mux:
         return self
@@ -543,17 +652,17 @@ class Mux:
         written = [*eager, *o.lazy] if o.writes is None else o.writes
         if not self._joint:
             self._lookup([*eager, *o.lazy, *written])  # in a group others may have them
-        frozen = [n for n in written if n in self._regions and self._regions[n].frozen and n not in self._filling]
+        frozen = [n for n in written if n in self._regions and self._regions[n].frozen and n != o.fills]
         if frozen and o.writes is not None:
             raise FrozenRegion(
                 f"phase {o.name!r} names region {frozen[0]!r} in writes=, and the region is frozen. Leave it out, or "
                 f"create the region without frozen=True."
             )
-        opener = self._agents[on[0]]
+        agent = self._agents[on[0]]
 
         def mine(names: Iterable[str]) -> list[_core.Region]:
             found = [self._regions[n] for n in names if n in self._regions]
-            return [r.core for r in found if r.agent is opener]
+            return [r.core for r in found if r.agent is agent]
 
         request = _core.PhaseRequest(
             name=o.name,
@@ -562,17 +671,14 @@ class Mux:
             writes=mine(n for n in written if n not in frozen),
             regions=o.for_members() if self._joint else "",
             expected=o.expect,
-            timeout=-1.0 if o.timeout is None else o.timeout,
             priority=o.priority,
             overlap=o.overlap,
             ranks=0 if len(on) == len(self._agents) else sum(1 << i for i in on),
         )
-        epoch = -1 if self._filling else self._epoch
-        return Entry(epoch=epoch, opener=opener, request=request, eager=frozenset(eager) & self._regions.keys())
+        eager_here = frozenset(eager) & self._regions.keys()
+        return Entry(epoch=self._epoch, opener=agent, request=request, eager=eager_here)
 
     def _entry(self, o: PhaseOptions) -> Entry:
-        if self._filling:
-            return self._prepare(o)  # frozen regions may be written, this time
         entry = self._entries.get(o)
         if entry is None:
             if len(self._entries) >= _MAX_ENTRIES:  # of a loop that says something new each time
@@ -580,35 +686,157 @@ class Mux:
             entry = self._entries[o] = self._prepare(o)
         return entry
 
-    def _enter(self, p: Phase, *, resumes: bool = False) -> None:
+    def _enter(self, p: Phase, *, resumes: bool = False, detached: bool = False) -> None:
+        """Wait for the turn and for the lease.
+
+        Args:
+            p: the phase.
+            resumes: it goes on after a break.
+            detached: no thread or task is inside of it, and any may end it.
+        """
+        who, thread = (0, 0) if detached else opener()
         o = p.options
-        entry = p.entry
-        if entry is None or entry.epoch != self._epoch:
-            entry = self._entry(o)
-            p.entry = entry
-        p.opener = opener = entry.opener
-        p.resident, p.done = set(entry.eager), set()
         begin = time.monotonic()
-        opener.acquire(entry.request, resumes)
+        left = o.timeout
+        if not self._turns.take_free(who, thread, o.name):
+            left = self._turns.take(who, thread, o.name, left)
+        agent: _core.Agent | None = None
+        try:
+            entry = p.entry
+            if resumes or entry is None or entry.epoch != self._epoch:
+                entry = self._entry_of(p, resumes=resumes)
+            p.opener = agent = entry.opener
+            p.resident, p.done = set(entry.eager), set()
+            agent.acquire(entry.request, who, p.ran, -1.0 if left is None else left)
+        except BaseException:
+            self._not_entered(agent)
+            raise
         p.entered = time.monotonic()  # between acquire() and the body every line counts: caches are cold
+        p.open = True
         self._open = p
         self._spans.append(("wait", o.name, begin, p.entered))
         if o.priority:
             p.stream = self._torch_stream(o.priority)
             p.stream.__enter__()
 
+    async def _enter_async(self, p: Phase, *, resumes: bool = False) -> None:
+        """As `_enter`, without blocking the event loop; torch's stream stays as it is, for other tasks use it too."""
+        who, thread = opener()
+        begin = time.monotonic()
+        left = await self._turns.take_async(who, thread, p.name, p.options.timeout)
+        agent: _core.Agent | None = None
+        try:
+            entry = self._entry_of(p, resumes=resumes)
+            p.opener = agent = entry.opener
+            p.resident, p.done = set(entry.eager), set()
+            if not agent.enter(entry.request, who, p.ran):
+                await self._entered(agent, p, left)
+        except BaseException:
+            self._not_entered(agent)
+            raise
+        p.entered = time.monotonic()
+        p.open = True
+        self._open = p
+        self._spans.append(("wait", p.name, begin, p.entered))
+
+    async def _entered(self, agent: _core.Agent, p: Phase, left: float | None) -> None:
+        """Wait until the agent has the lease, where it says so."""
+        import asyncio  # noqa: PLC0415 - a program that awaits this has it
+
+        loop = asyncio.get_running_loop()
+        descriptor, changed = agent.watch(), asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(BlockingIOError):
+                os.read(descriptor, 8)
+            changed.set()
+
+        deadline = None if left is None else time.monotonic() + left
+        loop.add_reader(descriptor, wake)
+        try:
+            while not agent.entered():
+                rest = None if deadline is None else max(0.0, deadline - time.monotonic())
+                try:
+                    await asyncio.wait_for(changed.wait(), rest)
+                except asyncio.TimeoutError:
+                    raise AcquireTimeout(
+                        f"phase {p.name!r} did not get the device within {p.options.timeout:g} s. 'pymux status' "
+                        f"shows who holds it."
+                    ) from None
+                changed.clear()
+        finally:
+            loop.remove_reader(descriptor)
+
+    def _entry_of(self, p: Phase, *, resumes: bool) -> Entry:
+        if not resumes:
+            p.ran = 0.0
+        entry = p.entry
+        if entry is None or entry.epoch != self._epoch:
+            entry = p.entry = self._entry(p.options)
+        return entry
+
+    def _not_entered(self, agent: _core.Agent | None) -> None:
+        """Nothing of what a phase has waited for is kept, not even if it came in the same moment."""
+        if self.forked:
+            return
+        try:
+            if agent is not None:
+                agent.withdraw()
+        finally:
+            self._turns.give()
+
     def _leave(self, p: Phase, *, end: bool = True, back: float = 0.0) -> None:
-        if p.stream is not None:
-            stream, p.stream = p.stream, None
-            stream.__exit__(None, None, None)
-        if self._torch is not None:
-            self._torch.before_leave()
+        if p.stream is None and self._torch is None:
+            self._give_back(p, end=end, back=back)
+            return
+        try:
+            if p.stream is not None:
+                stream, p.stream = p.stream, None
+                stream.__exit__(None, None, None)
+            if self._torch is not None:
+                self._torch.before_leave()
+        finally:
+            self._give_back(p, end=end, back=back)
+
+    async def _leave_async(self, p: Phase, *, end: bool = True, back: float = 0.0) -> None:
+        """As `_leave`, whatever happens to the task meanwhile."""
+        try:
+            if self._torch is not None:
+                self._torch.before_leave()
+        finally:
+            await self._beside(lambda: self._give_back(p, end=end, back=back))
+
+    def _give_back(self, p: Phase, *, end: bool, back: float) -> None:
         ended = time.monotonic()
-        self._open = None
+        with self._guests:
+            self._open = None
+            while p.guests:  # what others fill in this phase needs it
+                self._no_guests.wait()
+        p.open = False
         try:
             p.opener.leave(end, back)
         finally:
-            self._spans.append(("phase", p.name, p.entered, ended))
+            p.ran = 0.0 if end else p.ran + ended - p.entered
+            self._spans.append(("phase", p.options.name, p.entered, ended))
+            self._turns.give()
+
+    async def _beside(self, work: Callable[[], None]) -> None:
+        """Do what waits for the device on a thread beside the event loop's; to its end, also when cancelled."""
+        import asyncio  # noqa: PLC0415 - a program that awaits this has it
+        from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - the same
+
+        if self._helper is None:
+            self._helper = ThreadPoolExecutor(1, thread_name_prefix="pymux")
+        done = asyncio.get_running_loop().run_in_executor(self._helper, work)
+        cancelled: asyncio.CancelledError | None = None
+        while not done.done():
+            try:
+                await asyncio.wait([done])
+            except asyncio.CancelledError as e:
+                cancelled = e
+        done.result()
+        if cancelled is not None:
+            raise cancelled
 
     def _torch_stream(self, priority: int) -> contextlib.AbstractContextManager[Any]:
         """A stream for a phase's body; without torch there is nothing that would run on it."""
@@ -628,18 +856,63 @@ class Mux:
 
     @contextlib.contextmanager
     def _lease_for(self, region: str, what: str) -> Iterator[None]:
-        """Be inside a phase that may write `region`: the open one, or one of our own."""
+        """Be inside a phase that may write `region`: the open one, or one of our own.
+
+        The phase may be another thread's, such as of the loop that this one helps: it does not end before the block.
+        """
+        r = self._regions[region]
         self._filling.append(region)
         try:
-            r = self._regions[region]
-            if self._open is None and r.agent.remote_uses is None:
-                with self.phase(f"{what} {region}", uses=(region,), devices=(self.ordinals[r.at],)):
+            with self._guests:
+                p = self._open
+                guest = p is not None and not self._turns.is_of(*opener())
+                if p is not None and guest:
+                    p.guests += 1
+            if p is None and r.agent.remote_uses is None:
+                with self._own_phase(r, what):
                     yield
-            else:
+                return
+            try:
                 r.agent.require(r.core)
                 r.agent.touch(r.core)
-                if self._open is not None:
-                    self._open.resident.add(region)
+                if p is not None:
+                    p.resident.add(region)
                 yield
+            finally:
+                if p is not None and guest:
+                    with self._guests:
+                        p.guests -= 1
+                        self._no_guests.notify_all()
         finally:
             self._filling.remove(region)
+
+    def _own_phase(self, region: Region, what: str) -> Phase:
+        phase = self.phase(
+            f"{what} {region.name}".encode()[: config.MAX_NAME].decode(errors="ignore"),
+            uses=(region.name,),
+            timeout=region.timeout,
+            devices=(self.ordinals[region.at],),
+        )
+        return Phase(self, replace(phase.options, fills=region.name))
+
+    def _after_fork(self) -> None:
+        """In a forked child: nothing of this is its own, and no lock that another thread had is ever free again."""
+        self.forked = True
+        self._turns = Turns(_refuse)
+        self._guests = threading.Lock()
+        self._no_guests = threading.Condition(self._guests)
+
+
+def _refuse(*_: object) -> None:
+    raise LeaseError("this process is a fork of the one that connected.")
+
+
+_HERE: weakref.WeakSet[Mux] = weakref.WeakSet()  # of this process, for the children that it forks
+
+
+def _in_child() -> None:
+    for mux in list(_HERE):
+        mux._after_fork()  # noqa: SLF001 - its own class
+
+
+os.register_at_fork(after_in_child=_in_child)

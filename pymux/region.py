@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pymux import _core
 from pymux.errors import RegionError
+from pymux.turns import opener
 
 if TYPE_CHECKING:
     from pymux.mux import Mux
@@ -28,7 +29,8 @@ class Region:
         self.at = at  # index of its device in mux.ordinals
         self.agent = mux._agents[at]  # noqa: SLF001 - two halves of one thing
         self.frozen = frozen
-        self._entered: list[contextlib.ExitStack] = []
+        self.timeout: float | None = None  # seconds that its blocks wait for the device
+        self._entered: dict[int, list[contextlib.ExitStack]] = {}  # by thread or task
 
     @property
     def name(self) -> str:
@@ -212,11 +214,20 @@ class Region:
             stack.enter_context(self.mux._lease_for(self.name, "region"))  # noqa: SLF001
             if "torch" in sys.modules:
                 stack.enter_context(self.mux._torch_integration().allocating(self))  # noqa: SLF001
-            self._entered.append(stack.pop_all())
+            self._entered.setdefault(opener()[0], []).append(stack.pop_all())
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._entered.pop().close()
+    def __exit__(
+        self, *exc: Any
+    ) -> None:
+        if self.mux.forked:
+            return
+        who = opener()[0]
+        blocks = self._entered[who]
+        block = blocks.pop()
+        if not blocks:
+            del self._entered[who]
+        block.__exit__(*exc)
 
     def __repr__(self) -> str:
         s = self.mux.stats()["regions"][self.name]

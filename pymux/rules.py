@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pymux.config import parse_size
+from pymux.config import check_int, check_name, check_size, clip
 from pymux.errors import ConfigError
 from pymux.jobs import Limits
 from pymux.policy import POLICIES
@@ -44,9 +44,9 @@ class Rules:
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
-            raise ConfigError(f"policy {self.policy!r}: use one of {', '.join(POLICIES)}.")
+            raise ConfigError(f"policy {clip(self.policy)}: use one of {', '.join(POLICIES)}.")
         for name in ("max_wait", "unresponsive_after"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: give seconds, more than 0.")
 
     def group_ids(self) -> frozenset[int]:
@@ -112,9 +112,10 @@ def with_jobs(rules: Rules, options: Sequence[str]) -> Rules:
         name, colon, rest = option.rpartition(":")
         pairs = [p.partition("=") for p in rest.split(",")]
         if not colon or not name or not all(sep for _, sep, _ in pairs):
-            raise ConfigError(f"--job {option!r}: write NAME:weight=2,priority=-1,device=20G,host=64G.")
+            raise ConfigError(f"--job {clip(option)}: write NAME:weight=2,priority=-1,device=20G,host=64G.")
+        check_name("--job", name)
         table = {key.strip(): value.strip() for key, _, value in pairs}
-        jobs[name] = _limits(f"--job {option!r}", table, jobs.get(name, rules.default))
+        jobs[name] = _limits(f"--job {clip(option)}", table, jobs.get(name, rules.default))
     return replace(rules, jobs=jobs)
 
 
@@ -130,6 +131,9 @@ def _limits(where: str, table: Any, base: Limits) -> Limits:
         raise ConfigError(f"{where}: weight is a number, and priority an integer.") from None
     if not 0 < weight < float("inf"):
         raise ConfigError(f"{where}: weight = {weight!r}: give a number greater than 0.")
-    device, host = (parse_size(str(table[k])) if k in table else b for k, b in
-                    (("device", base.device_bytes), ("host", base.host_bytes)))  # fmt: skip
+    check_int(f"{where}: priority", priority, -(2**31), 2**31 - 1)
+    device, host = (
+        check_size(f"{where}: {k}", table[k]) if k in table else b
+        for k, b in (("device", base.device_bytes), ("host", base.host_bytes))
+    )
     return Limits(weight=weight, priority=priority, device_bytes=device, host_bytes=host)

@@ -13,6 +13,7 @@ from math import inf
 from typing import Any
 
 from pymux.bank import RETRY_SECONDS, Account, Bank
+from pymux.deadlocks import Deadlocks, Opener, Wait, explain, label
 from pymux.dispatch import Dispatcher
 from pymux.errors import ProtocolError
 from pymux.estimator import Durations, SwitchCost
@@ -31,11 +32,14 @@ from pymux.events import (
     Grant,
     HostWant,
     Joined,
+    Kept,
     Left,
+    Notice,
     Ping,
     Pong,
     Prepare,
     Promise,
+    Queued,
     Ran,
     Ready,
     Recall,
@@ -54,6 +58,7 @@ from pymux.policy import Policy
 from pymux.table import Table
 
 REVIEW_SECONDS = 0.1  # how often a contended device is looked at though nothing happened
+MISSING_SECONDS = 5.0  # after which who waits for a member that has never come is told so
 ATTEMPTS = 3  # grants of a group that are undone, before its request is denied
 
 
@@ -96,6 +101,8 @@ class Scheduler:
         self._counted: set[str] = set()  # devices whose pages to plan
         self._host_touched = False
         self._reviewed = 0.0
+        self._deadlocks = Deadlocks()
+        self._queued: dict[tuple[int, int], tuple[Queued, int]] = {}  # by client and seq; with their order of arrival
 
     def add_device(self, device: str, page_size: int, budget: int, capacity: int) -> None:
         """Make a device known.
@@ -116,9 +123,11 @@ class Scheduler:
         if now < self.frozen_until:
             return self.frozen_until
         due = [now + RETRY_SECONDS] if self.pages.short_devices else []
+        if (trimmed := self.host.deadline()) is not None:
+            due.append(max(now, trimmed))
         if self._heirs or self.table.lent:
             due.append(max(now, self._reviewed + REVIEW_SECONDS))
-        elif any(self.table.waiting.values()) or any(b.taking for b in self.banks.values()):
+        elif self._queued or any(self.table.waiting.values()) or any(b.taking for b in self.banks.values()):
             due.append(now + REVIEW_SECONDS)
         return min(due) if due else None
 
@@ -181,6 +190,15 @@ class Scheduler:
                 self._host_touched = True
             case Left():
                 self._leave(client, now, out)
+            case Kept(generation=generation, opener=opener):
+                lease = self.table.leases.get(client.group.key)
+                if lease and lease.generation == generation and lease.running:
+                    lease.kept[client.id] = opener
+            case Queued(seq=seq):
+                _, order = self._queued.pop((client.id, seq), (event, 0))
+                if event.behind:
+                    self._arrivals += not order
+                    self._queued[client.id, seq] = event, order or self._arrivals
             case Pong():
                 pass
             case _:
@@ -213,7 +231,13 @@ class Scheduler:
                 for device, bank in self.banks.items()
             ],
             "queue": [
-                {"job": x.group[0], "group": x.group[1], "phase": x.phase, "seconds": now - x.arrived}
+                {
+                    "job": x.group[0],
+                    "group": x.group[1],
+                    "phase": x.phase,
+                    "seconds": now - x.arrived,
+                    "missing": self.members.groups[x.group].missing,
+                }
                 for x in self.dispatcher.order(self.table.queue, now)
             ],
             "jobs": self.members.describe(now),
@@ -289,6 +313,8 @@ class Scheduler:
             self._host_touched = True
             self.table.touched.add(client.device)
         self.pages.settled(client)
+        for key in [k for k in self._queued if k[0] == client.id]:
+            del self._queued[key]
         self.members.leave(client)
         if client.job.name not in self.members.jobs:
             self.durations.forget(client.job.name)
@@ -330,7 +356,7 @@ class Scheduler:
         held = self.table.leases.get(group.key)
         if held and held.state is State.LENT:
             if e.phase == held.phase and client.id in held.openers:
-                held.openers = {client.id: e.seq}
+                held.openers, held.askers = {client.id: e.seq}, {client.id: e.opener}
                 self.pages.note_want(client, e, now)
                 held.ran = e.ran
                 self._move(held, Cause.RESUME, now)
@@ -348,9 +374,10 @@ class Scheduler:
                 del other.openers[client.id]
                 if not other.openers:
                     self._withdraw(other, now, out)
-        if group.lost:
-            text = group.lost
-            out.append(Deny(client=client.id, seq=e.seq, need=0, budget=0, error="MemberLost", text=text))
+        if text := group.lost or group.refused:
+            error = "MemberLost" if group.lost else "ConfigError"
+            group.refused = ""
+            out.append(Deny(client=client.id, seq=e.seq, need=0, budget=0, error=error, text=text))
             return
         if client.device:
             self.pages.note_want(client, e, now)
@@ -372,6 +399,7 @@ class Scheduler:
             request.expected, request.ran = e.expected, e.ran
             client.job.waiting += 1
         request.openers[client.id] = e.seq
+        request.askers[client.id] = e.opener
         self.table.enqueue(request, group)
         if group.joint:
             self._prepare(request, out)
@@ -470,7 +498,7 @@ class Scheduler:
         self.table.dequeue(lease)
         lease.generation = generation or self._new_generation()
         lease.granted, lease.ready, lease.known, lease.released, lease.failure = now, set(), 0, set(), ""
-        lease.recalled_for, lease.promised, lease.promise = 0, None, None
+        lease.recalled_for, lease.promised, lease.promise, lease.kept = 0, None, None, {}
         lease.lacking = {d: self.pages.lacking(lease, d) for d in lease.devices}
         self._move(lease, Cause.GRANT, now)
         told = self.members.groups[lease.group].joint
@@ -626,6 +654,8 @@ class Scheduler:
 
     def _tick(self, now: float, out: list[Action]) -> None:
         self._reviewed = now
+        trimmed = self.host.deadline()
+        self._host_touched |= trimmed is not None and now >= trimmed
         self.table.touched |= {d for d, w in self.table.waiting.items() if w}
         self.table.touched |= self.pages.short_devices
         if 0 < self.frozen_until <= now:
@@ -637,6 +667,69 @@ class Scheduler:
             self._move(lease, Cause.LAPSE, now)
         if now >= self.frozen_until:
             self._watch(now, out)
+            self._break_deadlock(now, out)
+            self._name_missing(now, out)
+
+    def _name_missing(self, now: float, out: list[Action]) -> None:
+        """Tell those who wait for members that have not come who these are."""
+        for request in self.table.queue:
+            group = self.members.groups[request.group]
+            if group.refused:
+                text, group.refused = group.refused, ""
+                for other in self.table.requests_of(group.key):
+                    self._deny_openers(other, "ConfigError", text, now, out)
+                continue
+            missing = group.missing
+            if missing and not request.noticed and now - request.arrived >= MISSING_SECONDS:
+                request.noticed = True
+                text = f"phase '{request.phase}' waits for its group. {missing}"
+                out += [Notice(client=c, text=text) for c in sorted(request.openers)]
+
+    def _break_deadlock(self, now: float, out: list[Action]) -> None:
+        """Fail the youngest of the waits that would never end."""
+        requests = self.table.queue
+        if not requests and not self._queued:
+            return
+        waits = [w for x in requests for w in self._waits_of(x)]
+        for event, order in self._queued.values():
+            client = self.members.clients[event.client]
+            behind = frozenset({(client.process, event.behind)})
+            what = (client, event)
+            name = label(client.job.name, client.name, client.process)
+            waits.append(Wait(who=(client.process, event.opener), behind=behind, order=order, what=what, label=name))
+        cycle = self._deadlocks.look(waits, now)
+        if not cycle:
+            return
+        what = cycle[0].what
+        if isinstance(what, Lease):
+            self._deny_openers(what, "DeadlockError", explain(cycle, what.phase), now, out)
+            return
+        client, event = what
+        text = explain(cycle, f"of {client.name}")
+        out.append(Deny(client=client.id, seq=event.seq, need=0, budget=0, error="DeadlockError", text=text))
+
+    def _waits_of(self, request: Lease) -> list[Wait]:
+        """Who waits in a request, and for whom: those in its way, and those that its devices are kept for."""
+        clients = self.members.clients
+        behind: set[Opener] = set()
+        ahead = [x for d in request.devices for x in self.table.on[d] if not self.dispatcher.together(x, request)]
+        own = self.table.leases.get(request.group)
+        for lease in [*ahead, own] if own else ahead:
+            behind |= {(clients[c].process, opener) for c, opener in lease.kept.items() if opener and c in clients}
+        for heir in {self._heirs[d].order: self._heirs[d] for d in request.devices & self._heirs.keys()}.values():
+            if heir is not request and heir.state is State.WAITING:
+                behind |= {(clients[c].process, n) for c, n in heir.askers.items() if n and c in heir.openers}
+        return [
+            Wait(
+                who=(clients[c].process, request.askers[c]),
+                behind=frozenset(behind),
+                order=request.order,
+                what=request,
+                label=label(clients[c].job.name, clients[c].name, clients[c].process),
+            )
+            for c in request.openers
+            if request.askers.get(c)
+        ]
 
     def _watch(self, now: float, out: list[Action]) -> None:
         """Ask those whom somebody waits for whether they run; pass over those who do not."""
@@ -703,7 +796,7 @@ class Scheduler:
         if self._host_touched:
             self._host_touched = False
             shared = (b.accounts for b in self.banks.values() if len(b.accounts) > 1)
-            out += self.host.plan({c for accounts in shared for c in accounts})
+            out += self.host.plan({c for accounts in shared for c in accounts}, now)
         return out
 
     def _new_generation(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pymux.errors import ProtocolError, VersionMismatch
 
-VERSION = 3
+VERSION = 4
 MAX_FDS = 64
 MAX_MESSAGE = 1 << 20
 
@@ -33,6 +33,8 @@ ERROR_CODES = {
     "HostOutOfMemory": 8,
     "MemberLost": 9,
     "UnknownRegion": 10,
+    "DeadlockError": 11,
+    "ConfigError": 12,
 }
 
 _HEADER = struct.Struct("<HHI")
@@ -66,7 +68,12 @@ LAYOUTS = (
         "version pid flags rank world reserved page_size held lease_generation host_pinned need host_need uuid job "
         "client group phase " + _COUNTS,
     ),
-    _layout("acquire", 2, "QQQQQQiI64sQQQQ", "seq want own expected_us ran_us ranks priority flags phase " + _COUNTS),
+    _layout(
+        "acquire",
+        2,
+        "QQQQQQQiI64sQQQQ",
+        "seq want own expected_us ran_us ranks opener priority flags phase " + _COUNTS,
+    ),
     _layout("release", 3, "QQQQQQ", "generation back_us " + _COUNTS),
     _layout("ready", 4, "QQQQQQQ", "generation want known " + _COUNTS),
     _layout("want", 5, "QQQQQQQ", "seq want own " + _COUNTS),
@@ -79,6 +86,8 @@ LAYOUTS = (
     _layout("failed", 12, "QII512s", "generation for_good reserved text"),
     _layout("ran", 13, "64sQQ", "phase count total_us"),
     _layout("pong", 14, "", ""),
+    _layout("kept", 15, "QQ", "generation opener"),
+    _layout("queued", 16, "QQQ", "seq opener behind"),
     _layout("welcome", 101, "IIQ256s", "version client budget spill_dir"),
     _layout("error", 102, "QQII512s", "need limit code reserved text"),
     _layout("grant", 103, "QQ64s", "seq generation phase"),
@@ -95,6 +104,8 @@ LAYOUTS = (
     _layout("ended", 115, "Q", "generation"),
     _layout("ping", 116, "", ""),
     _layout("fenced", 117, "QII", "generation requeued reserved"),
+    _layout("trim", 118, "", ""),
+    _layout("notice", 119, "512s", "text"),
 )
 _BY_NAME = {x.name: x for x in LAYOUTS}
 _BY_TYPE = {x.type: x for x in LAYOUTS}

@@ -24,7 +24,12 @@ PAGE = 2 * MIB
 
 # Set before anything loads the driver in this process: tests never share a device with a user.
 # Child processes that import this file share the session's.
+# Each of pytest-xdist's workers has a node of its own.
+_MADE = "PYMUX_TEST_HOME" not in os.environ
 _HOME = Path(os.environ.get("PYMUX_TEST_HOME") or tempfile.mkdtemp(prefix="pymux-test-", dir="/dev/shm"))
+if (_WORKER := os.environ.get("PYTEST_XDIST_WORKER")) and _HOME.name != _WORKER:
+    _HOME /= _WORKER
+    _HOME.mkdir(exist_ok=True)
 os.environ["PYMUX_TEST_HOME"] = str(_HOME)
 os.environ["PYMUX_SIM_DIR"] = str(_HOME / "sim")
 os.environ["PYMUX_SIM_CAPACITY"] = "64M"

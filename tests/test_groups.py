@@ -287,7 +287,7 @@ def test_a_member_too_many_or_of_a_taken_rank_is_refused(engine):
 for options in ({"rank": 2, "world": 3}, {"rank": 1, "world": 2, "name": "x"}):
     try:
         pymux.connect("engine", group="tp", **options)
-    except pymux.ProtocolError as e:
+    except pymux.ConfigError as e:
         say("refused")
 """
     )

@@ -68,7 +68,7 @@ def test_regions_are_got_by_name_and_keep_their_policy(mux):
     assert mux.region("kv_cache") is kv
     with pytest.raises(pymux.RegionError, match="discard"):
         mux.region("kv_cache", on_evict="keep")
-    with pytest.raises(pymux.RegionError, match="on_evict"):
+    with pytest.raises(pymux.ConfigError, match="on_evict"):
         mux.region("other", on_evict="forget")
 
 
@@ -544,7 +544,7 @@ def test_the_environment_is_checked(monkeypatch):
 
 def test_a_missing_driver_names_the_file(node):
     out = node.run(
-        'try: pymux.connect("a")\nexcept pymux.DriverError as e: say(e)', PYMUX_DRIVER="/nowhere/libcuda.so.1"
+        'try: pymux.connect("a")\nexcept pymux.ConfigError as e: say(e)', PYMUX_DRIVER="/nowhere/libcuda.so.1"
     )
     assert "/nowhere/libcuda.so.1" in out
     assert "PYMUX_DRIVER" in out

@@ -28,9 +28,11 @@ from pymux.events import (
     Returned,
     Take,
     Tick,
+    TrimHost,
     Unresponsive,
     Want,
 )
+from pymux.hostbudget import TRIM_SECONDS
 from pymux.jobs import Limits
 from pymux.pages import PATIENCE_SECONDS
 from pymux.policy import fifo
@@ -208,6 +210,13 @@ def host(client, want, **kw):
     return HostWant(client=client, want=want, **kw)
 
 
+def answered(s, actions, now):
+    """The actions, and those that follow when all who are asked for host memory need what they have."""
+    for a in of(TrimHost, actions):
+        actions = actions + s.handle(host(a.client, s.host.accounts[a.client].granted), now)
+    return actions
+
+
 def test_a_client_alone_on_its_device_gets_host_memory_only_when_a_swap_waits_for_it():
     s = scheduler(host_budget=100)
     s.handle(joined(1), 0)
@@ -222,9 +231,41 @@ def test_the_host_budget_is_not_exceeded_and_an_urgent_request_is_always_answere
     s.handle(joined(1), 0)
     s.handle(joined(2), 0)
     assert s.handle(host(1, 80), 0) == [HostGrant(client=1, granted=80)]
-    assert s.handle(host(2, 50, urgent=True), 0) == [HostGrant(client=2, granted=20, exhausted=True)]
+    assert s.handle(host(2, 50, urgent=True), 0) == [TrimHost(client=1)], "who has it is asked first"
+    assert s.handle(host(1, 80), 0) == [HostGrant(client=2, granted=20, exhausted=True)], "and needs it all"
     assert s.handle(host(2, 50, urgent=True), 0) == [HostGrant(client=2, granted=20, exhausted=True)]
     assert s.host.free == 0
+
+
+def test_host_memory_that_its_holder_does_not_use_goes_to_who_needs_it():
+    s = scheduler(host_budget=100)
+    for c in (1, 2, 3):
+        s.handle(joined(c), 0)
+    s.handle(host(1, 60), 0)
+    s.handle(host(3, 40), 0)
+    assert of(TrimHost, s.handle(host(2, 50, urgent=True), 1)) == [TrimHost(client=1), TrimHost(client=3)]
+    assert of(HostGrant, s.handle(host(3, 40), 1)) == [], "the other has not answered"
+    assert of(HostGrant, s.handle(host(1, 5), 1)) == [HostGrant(client=2, granted=50)]
+
+
+def test_who_does_not_answer_keeps_host_memory_from_others_for_no_longer_than_is_said():
+    s = scheduler(host_budget=100)
+    for c in (1, 2):
+        s.handle(joined(c), 0)
+    s.handle(host(1, 80), 0)
+    assert s.handle(host(2, 50, urgent=True), 1) == [TrimHost(client=1)]
+    assert s.next_deadline(1) == 1 + TRIM_SECONDS
+    assert of(HostGrant, s.handle(Tick(), 1 + TRIM_SECONDS)) == [HostGrant(client=2, granted=20, exhausted=True)]
+    assert of(HostGrant, s.handle(host(2, 50, urgent=True), 9)) == [HostGrant(client=2, granted=20, exhausted=True)]
+
+
+def test_only_a_jobs_own_processes_are_asked_when_the_jobs_limit_is_what_is_used_up():
+    s = scheduler(host_budget=100, limits={"j": Limits(host_bytes=50)})
+    for c, job in ((1, "j"), (2, "j"), (3, "other")):
+        s.handle(joined(c, job=job, name=f"p{c}", group=f"p{c}"), 0)
+    s.handle(host(1, 50), 0)
+    s.handle(host(3, 10), 0)
+    assert s.handle(host(2, 20, urgent=True), 1) == [TrimHost(client=1)]
 
 
 def test_a_first_chunk_of_host_memory_is_kept_for_everybody_and_for_who_comes_next():
@@ -235,12 +276,12 @@ def test_a_first_chunk_of_host_memory_is_kept_for_everybody_and_for_who_comes_ne
     assert of(HostGrant, s.handle(host(1, 9 * chunk), 0)) == [HostGrant(client=1, granted=3 * chunk, exhausted=True)]
     s.handle(joined(3), 1)
     for client in (2, 3):
-        wanted = s.handle(host(client, 2 * chunk, urgent=True), 1)
+        wanted = answered(s, s.handle(host(client, 2 * chunk, urgent=True), 1), 1)
         assert of(HostGrant, wanted) == [HostGrant(client=client, granted=chunk, exhausted=True)]
     assert s.host.free == 0
     s.handle(joined(4), 2)
     s.handle(Left(client=2), 3)
-    assert of(HostGrant, s.handle(host(3, 2 * chunk, urgent=True), 3)) == [
+    assert of(HostGrant, answered(s, s.handle(host(3, 2 * chunk, urgent=True), 3), 3)) == [
         HostGrant(client=3, granted=chunk, exhausted=True)
     ], "it is for the fourth"
 
@@ -472,6 +513,8 @@ class Sharing(RuleBasedStateMachine):
                     self.asked[a.client] += n
                 case Grant(generation=g):
                     self.leases[a.client] = g
+                case TrimHost():
+                    self.do(host(a.client, self.s.host.accounts[a.client].granted // 2))
                 case Deny():
                     self.waiting.pop(a.client, None)
                     if a.client in self.leases:
@@ -745,7 +788,8 @@ def test_a_jobs_host_budget_counts_all_its_processes():
     s.handle(joined(1, job="j", name="a", group="a"), 0)
     s.handle(joined(2, job="j", name="b", group="b"), 0)
     assert of(HostGrant, s.handle(host(1, 40), 0)) == [HostGrant(client=1, granted=40)]
-    assert of(HostGrant, s.handle(host(2, 30, urgent=True), 0)) == [HostGrant(client=2, granted=10, exhausted=True)]
+    granted = answered(s, s.handle(host(2, 30, urgent=True), 0), 0)
+    assert of(HostGrant, granted) == [HostGrant(client=2, granted=10, exhausted=True)]
 
 
 def test_what_is_promised_on_a_release_is_granted_on_it():

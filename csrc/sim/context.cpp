@@ -123,7 +123,10 @@ SIM_API CUresult CUDAAPI cuInit(unsigned int flags) {
   if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
   static std::once_flag once;
   std::call_once(once, [] {
-    pthread_atfork(nullptr, nullptr, [] { forked = true; });
+    pthread_atfork(nullptr, nullptr, [] {
+      forked = true;
+      close_files_of_parent();
+    });
     arm_from_environment();
   });
   if (CUresult r = open_node()) return r;

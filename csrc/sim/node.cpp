@@ -48,11 +48,22 @@ std::string env(const char* name, const std::string& fallback) {
   return v && *v ? v : fallback;
 }
 
-// "512M", "2G", "4e9": a number with an optional binary suffix; 0 when it is not one.
-std::uint64_t parse_size(const std::string& text) {
+// What cannot be said by an error code.
+void complain(const char* name, const std::string& text, const char* example) {
+  std::fprintf(stderr, "pymux's simulated driver: %s=%s is not usable; write it like %s\n", name, text.c_str(), example);
+}
+
+// A setting such as "512M", "2G", "4e9": a number with an optional binary suffix. False: it is something else.
+bool read_size(const char* name, std::uint64_t* value) {
+  const std::string text = env(name, "");
+  if (text.empty()) return true;
   char* end = nullptr;
   double v = std::strtod(text.c_str(), &end);
-  switch (*end) {
+  switch (*end++) {
+    case 't':
+    case 'T':
+      v *= 1099511627776.0;
+      break;
     case 'k':
     case 'K':
       v *= 1024.0;
@@ -66,9 +77,17 @@ std::uint64_t parse_size(const std::string& text) {
       v *= 1073741824.0;
       break;
     default:
+      end -= 1;
       break;
   }
-  return v > 0 ? static_cast<std::uint64_t>(v) : 0;
+  if (*end == 'i') end += 1;
+  if (*end == 'b' || *end == 'B') end += 1;
+  if (*end || !(v >= 1) || v > 1e18) {
+    complain(name, text, "512M or 4e9");
+    return false;
+  }
+  *value = static_cast<std::uint64_t>(v);
+  return true;
 }
 
 // Serializes creation and reaping of a device's files between processes.
@@ -128,7 +147,7 @@ std::uint64_t reap_locked(const Device& dev) {
 
 // Settings from the environment hold when this process is the device's first; a device in use
 // keeps what it was created with.
-bool open_device(Device& dev) {
+bool open_device(Device& dev, std::uint64_t capacity, std::uint64_t rate) {
   if (mkdir(dev.dir.c_str(), 0700) != 0 && errno != EEXIST) return false;
   DirLock lock(dev.dir);
   int fd = open((dev.dir + "/control").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
@@ -140,10 +159,8 @@ bool open_device(Device& dev) {
   Control& c = *dev.control;
   if (first) {
     reap_locked(dev);  // what the last processes left when they were killed
-    std::uint64_t capacity = parse_size(env("PYMUX_SIM_CAPACITY", ""));
-    std::uint64_t rate = parse_size(env("PYMUX_SIM_LINK", ""));
-    c.capacity = capacity ? capacity : kDefaultCapacity;
-    c.link_rate[0] = c.link_rate[1] = rate ? rate : kDefaultRate;
+    c.capacity = capacity;
+    c.link_rate[0] = c.link_rate[1] = rate;
     c.link_free[0] = c.link_free[1] = 0;
     std::memset(c.uuid, 0, sizeof c.uuid);
     std::memcpy(c.uuid, "pymux-sim", 9);
@@ -162,14 +179,16 @@ CUresult open_node() {
   if (node_devices) return CUDA_SUCCESS;
   std::string root = env("PYMUX_SIM_DIR", "/dev/shm/pymux-sim-" + std::to_string(static_cast<unsigned>(getuid())));
   if (mkdir(root.c_str(), 0700) != 0 && errno != EEXIST) return CUDA_ERROR_OPERATING_SYSTEM;
-  int count = std::atoi(env("PYMUX_SIM_DEVICES", "1").c_str());
-  if (count < 0 || count > kMaxDevices) return CUDA_ERROR_INVALID_VALUE;
+  std::uint64_t capacity = kDefaultCapacity, rate = kDefaultRate, count = 1;
+  if (!read_size("PYMUX_SIM_CAPACITY", &capacity) || !read_size("PYMUX_SIM_LINK", &rate) ||
+      !read_size("PYMUX_SIM_DEVICES", &count) || count > kMaxDevices)
+    return CUDA_ERROR_INVALID_VALUE;
   auto devices = std::make_unique<std::vector<std::unique_ptr<Device>>>();
-  for (int i = 0; i < count; ++i) {
+  for (int i = 0; i < static_cast<int>(count); ++i) {
     auto dev = std::make_unique<Device>();
     dev->ordinal = i;
     dev->dir = root + "/dev" + std::to_string(i);
-    if (!open_device(*dev)) return CUDA_ERROR_OPERATING_SYSTEM;
+    if (!open_device(*dev, capacity, rate)) return CUDA_ERROR_OPERATING_SYSTEM;
     devices->push_back(std::move(dev));
   }
   node_devices = devices.release();  // lives until the process ends
@@ -184,6 +203,23 @@ std::uint64_t used_bytes(Device& dev) {
   return reap_locked(dev);
 }
 
+// Allocations' descriptors, by number. A forked child has no device memory, and closes them: what its parent held
+// is free when the parent ends.
+constexpr int kMostFiles = 1 << 20;
+std::atomic<std::uint64_t> files[kMostFiles / 64];
+
+void note_file(int fd, bool is_open) {
+  if (fd < 0 || fd >= kMostFiles) return;
+  const std::uint64_t bit = std::uint64_t{1} << (fd & 63);
+  is_open ? files[fd / 64].fetch_or(bit) : files[fd / 64].fetch_and(~bit);
+}
+
+void close_files_of_parent() {
+  for (int i = 0; i < kMostFiles / 64; ++i)
+    for (std::uint64_t left = files[i].exchange(0); left; left &= left - 1)
+      close(i * 64 + __builtin_ctzll(left));
+}
+
 CUresult create_physical(Device& dev, std::size_t size, bool exportable, std::shared_ptr<Physical>* out) {
   auto phys = std::make_shared<Physical>();
   {
@@ -193,6 +229,7 @@ CUresult create_physical(Device& dev, std::size_t size, bool exportable, std::sh
     phys->path = dev.dir + "/p-" + std::to_string(dev.control->sequence.fetch_add(1)) + "-" + std::to_string(size);
     phys->fd = open(phys->path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (phys->fd < 0) return CUDA_ERROR_OPERATING_SYSTEM;
+    note_file(phys->fd, true);
     phys->dev = &dev;
     phys->size = size;
     phys->exportable = exportable;
@@ -221,6 +258,7 @@ CUresult adopt_physical(int fd, std::shared_ptr<Physical>* out) {
     auto phys = std::make_shared<Physical>();
     phys->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (phys->fd < 0) return CUDA_ERROR_OPERATING_SYSTEM;
+    note_file(phys->fd, true);
     phys->dev = &dev;
     phys->path = target;
     phys->size = bytes;
@@ -233,6 +271,7 @@ CUresult adopt_physical(int fd, std::shared_ptr<Physical>* out) {
 
 Physical::~Physical() {
   if (fd < 0) return;
+  note_file(fd, false);
   close(fd);
   DirLock lock(dev->dir);
   if (abandoned(path)) unlink(path.c_str());

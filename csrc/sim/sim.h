@@ -51,6 +51,7 @@ class Gate {
   bool mine_;
 };
 bool is_fork();
+void close_files_of_parent();
 void answer_checkpoints();  // from other processes; once
 
 #define SIM_ENTER(call, needs)                                    \
