@@ -116,9 +116,9 @@ class PhaseRequest:
     """
     What a phase needs; made once, used for each time it is entered.
     """
-    def __init__(self, *, name: str, uses: collections.abc.Sequence[Region], lazy: collections.abc.Sequence[Region], writes: collections.abc.Sequence[Region], regions: str, expected: typing.SupportsFloat | typing.SupportsIndex, timeout: typing.SupportsFloat | typing.SupportsIndex, priority: typing.SupportsInt | typing.SupportsIndex, overlap: bool, ranks: typing.SupportsInt | typing.SupportsIndex) -> None:
+    def __init__(self, *, name: str, uses: collections.abc.Sequence[Region], lazy: collections.abc.Sequence[Region], writes: collections.abc.Sequence[Region], regions: str, expected: typing.SupportsFloat | typing.SupportsIndex, priority: typing.SupportsInt | typing.SupportsIndex, overlap: bool, ranks: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
-        expected, timeout: seconds; timeout < 0 waits for ever.
+        expected: seconds.
         """
 class Agent:
     """
@@ -126,9 +126,9 @@ class Agent:
     """
     def __init__(self, *, socket: str, spawn: collections.abc.Sequence[str], job: str, client: str, group: str, rank: typing.SupportsInt | typing.SupportsIndex, world: typing.SupportsInt | typing.SupportsIndex, joint: bool, device: typing.SupportsInt | typing.SupportsIndex, controller: bool, page_size: typing.SupportsInt | typing.SupportsIndex, need: typing.SupportsInt | typing.SupportsIndex, host_need: typing.SupportsInt | typing.SupportsIndex, pass_pages: bool, snapshot: bool, duplex: bool, poison: bool, connect_timeout: typing.SupportsFloat | typing.SupportsIndex) -> None:
         ...
-    def acquire(self, request: PhaseRequest, resumes: bool = False) -> None:
+    def acquire(self, request: PhaseRequest, opener: typing.SupportsInt | typing.SupportsIndex = 0, ran: typing.SupportsFloat | typing.SupportsIndex = 0.0, timeout: typing.SupportsFloat | typing.SupportsIndex = -1.0) -> None:
         """
-        Block until the lease is active with every page that the request uses resident.
+        Block until the lease is active with every page that the request uses resident. opener: which thread or task asks; ran: seconds of the phase that are done; timeout: seconds, < 0 waits for ever.
         """
     def allocate(self, region: Region, bytes: typing.SupportsInt | typing.SupportsIndex) -> Block:
         ...
@@ -139,6 +139,14 @@ class Agent:
     def done_with(self, region: Region) -> None:
         """
         Wait for the device, then let the region's pages be written back and given away within the phase.
+        """
+    def enter(self, request: PhaseRequest, opener: typing.SupportsInt | typing.SupportsIndex = 0, ran: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> bool:
+        """
+        As acquire, without waiting: whether the phase is entered. Else entered() says when it is.
+        """
+    def entered(self) -> bool:
+        """
+        Whether the phase of enter() is entered by now; raises why it cannot be.
         """
     def evict(self, region: Region | None) -> int:
         """
@@ -182,6 +190,10 @@ class Agent:
         ...
     def stats(self) -> dict[str, typing.Any]:
         ...
+    def tell_wait(self, opener: typing.SupportsInt | typing.SupportsIndex, behind: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        A thread or task waits for another's phase to end (0: not any more); raises DeadlockError if that is for ever.
+        """
     def touch(self, region: Region) -> None:
         """
         The open phase writes the region.
@@ -195,6 +207,14 @@ class Agent:
     def wait_published(self, region: Region, stream: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
         What is submitted to the stream next comes after the work of the latest publish().
+        """
+    def watch(self) -> int:
+        """
+        Descriptor of an eventfd that is readable when entered() may have changed.
+        """
+    def withdraw(self) -> None:
+        """
+        Give up the phase of enter(), entered or not.
         """
     @property
     def active(self) -> bool:

@@ -17,7 +17,7 @@ from pymux.errors import BrokerLost
 from tests.conftest import hear
 
 PAGES = {"weights": 5, "optimizer": 6}
-PATIENCE = 5.0  # seconds without a turn of a job that is neither stopped nor just started, before it hangs
+PATIENCE = 60.0  # seconds without a turn of a job that is neither stopped nor just started, before it hangs
 STARTING = 10.0  # seconds for a process and its imports
 
 WORKER = """

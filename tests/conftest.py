@@ -93,7 +93,7 @@ class Node:
 
         return _request_status(self.runtime / "broker.sock")
 
-    def until(self, condition, seconds=10.0):
+    def until(self, condition, seconds=60.0):
         """Wait for a condition on the broker's status; returns that status."""
         deadline = time.monotonic() + seconds
         while True:

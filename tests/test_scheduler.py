@@ -302,7 +302,8 @@ def test_a_client_that_comes_back_brings_what_it_has_pinned():
     s.handle(joined(2, host_pinned=50), 0)
     assert s.host.free == -20
     assert s.handle(host(2, 60, urgent=True), 0) == [], "nothing is granted before all are back"
-    assert of(HostGrant, s.handle(Tick(), 2)) == [HostGrant(client=2, granted=50, exhausted=True)]
+    answers = answered(s, s.handle(Tick(), 2), 2)
+    assert of(HostGrant, answers) == [HostGrant(client=2, granted=50, exhausted=True)]
 
 
 def test_discardable_goes_before_clean_before_dirty():

@@ -1,14 +1,19 @@
 """Regions that several processes map: one copy on the device, one in host memory, whoever comes and goes."""
 
+import fcntl
 import json
 import os
 import random
 import signal
+import struct
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import PAGE, PATIENCE, hear, say
+
+F_OFD_SETLK = 37  # <fcntl.h>; Python 3.9 and later have it in fcntl, where the headers do
 
 PROCESS = """
 mux = pymux.connect(os.environ["NAME"])
@@ -194,7 +199,7 @@ def test_what_a_dead_carrier_left_to_somebody_idle_leaves_the_device(node_factor
     assert order(r, "read") == "6"
     w.send_signal(signal.SIGKILL)
     w.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while stats(r)["regions"]["weights"]["borrowed_bytes"] and time.monotonic() < deadline:
         time.sleep(0.05)
     s = stats(r)
@@ -412,22 +417,38 @@ except pymux.PymuxError as e:
         PYMUX_PASS_PAGES="0",
     )
     assert "imports memory" in out
+    r = reader(node, token, pages=2)
+    assert order(w, "write 6") == "2"
+    assert order(r, "read") == "6"
+
+
+def test_there_is_room_for_many_and_who_finds_none_is_told(node_factory):
+    node = node_factory("64M")
+    w, token = writer(node, pages=2, byte=4)
     crowd = node.start(f"""
-mux = [pymux.connect(f"m{{i}}") for i in range(24)]
-opened = [m.open_shared({token!r}) for m in mux[:23]]
-try:
-    mux[23].open_shared({token!r})
-except pymux.RegionError as e:
-    say(e)
-mux[0].close()
-mux[23].open_shared({token!r})  # in the place of the one that left
-say("joined")
+mux = [pymux.connect(f"m{{i}}") for i in range(40)]
+opened = [m.open_shared({token!r}) for m in mux]
+with mux[39].phase("read", uses=("weights",), writes=()):
+    say(ctypes.string_at(opened[39].base + 4096, 1)[0])
 hear()
 """)
-    assert "by 24 processes already" in hear(crowd)
-    assert hear(crowd) == "joined"
+    assert hear(crowd) == "4"
     crowd.kill()
     crowd.wait()
+    # All other places are taken, as by processes that live: they are locks on the bytes of a file.
+    path = next(p for p in Path(f"/proc/{w.pid}/fd").iterdir() if "pymux-share " in os.readlink(p))
+    with path.open("r+b") as places:
+        lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 1, 0, 0)
+        fcntl.fcntl(places, F_OFD_SETLK, lock)
+        late = f"""
+try:
+    pymux.connect("late").open_shared({token!r})
+    say("joined")
+except pymux.RegionError as e:
+    say(e)
+"""
+        assert "by 1024 processes already" in node.run(late)
+    assert node.run(late).strip() == "joined"
     r = reader(node, token, pages=2)
     assert order(w, "write 6") == "2"
     assert order(r, "read") == "6"
