@@ -1,5 +1,6 @@
 # make demo    three GRPO jobs share one device; writes pymux-demo/
 # make test    everything that runs without a GPU
+# make flaky   the tests RUNS times (20) with every core loaded; lists what ever failed
 # make lint    formats, types, stub
 # make sanitize  the extension's tests under the address, undefined-behaviour and thread sanitizers
 # make model-check  explores the scheduler's states far beyond what the tests do
@@ -8,16 +9,21 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))  # tests wait more than they compute
+RUNS ?= 20
 SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/sim/*.h csrc/sim/*.cpp)
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/sim/*.h csrc/sim/*.cpp)
 
-.PHONY: demo test lint format stub docs model-check sanitize clean
+.PHONY: demo test flaky lint format stub docs model-check sanitize clean
 
 demo: $(VENV)/built
 	$(BIN)/pymux demo
 
 test: $(VENV)/built
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal
+
+flaky: $(VENV)/built
+	bash tests/flaky.sh $(BIN)/python $(RUNS) -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/built
 	$(BIN)/ruff check .

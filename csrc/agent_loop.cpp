@@ -569,6 +569,7 @@ void Agent::begin_acquire() {
     m.priority = priority_;
     m.flags = overlap_ ? wire::kOverlap : 0;
     m.ranks = ranks_;
+    m.opener = opener_;
     wire::put_text(m.phase, sizeof m.phase, phase_name_);
     m.counts = counts_locked();
     if (!alone()) {

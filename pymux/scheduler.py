@@ -193,7 +193,9 @@ class Scheduler:
             case Kept(generation=generation, opener=opener):
                 lease = self.table.leases.get(client.group.key)
                 if lease and lease.generation == generation and lease.running:
-                    lease.kept[client.id] = opener
+                    lease.kept.pop(client.id, None)
+                    if opener:
+                        lease.kept[client.id] = opener
             case Queued(seq=seq):
                 _, order = self._queued.pop((client.id, seq), (event, 0))
                 if event.behind:
@@ -356,7 +358,7 @@ class Scheduler:
         held = self.table.leases.get(group.key)
         if held and held.state is State.LENT:
             if e.phase == held.phase and client.id in held.openers:
-                held.openers, held.askers = {client.id: e.seq}, {client.id: e.opener}
+                held.openers, held.askers = {client.id: e.seq}, {client.id: e.opener} if e.opener else {}
                 self.pages.note_want(client, e, now)
                 held.ran = e.ran
                 self._move(held, Cause.RESUME, now)
@@ -399,7 +401,8 @@ class Scheduler:
             request.expected, request.ran = e.expected, e.ran
             client.job.waiting += 1
         request.openers[client.id] = e.seq
-        request.askers[client.id] = e.opener
+        if e.opener:
+            request.askers[client.id] = e.opener
         self.table.enqueue(request, group)
         if group.joint:
             self._prepare(request, out)
@@ -705,6 +708,7 @@ class Scheduler:
             self._deny_openers(what, "DeadlockError", explain(cycle, what.phase), now, out)
             return
         client, event = what
+        del self._queued[client.id, event.seq]
         text = explain(cycle, f"of {client.name}")
         out.append(Deny(client=client.id, seq=event.seq, need=0, budget=0, error="DeadlockError", text=text))
 
@@ -715,10 +719,10 @@ class Scheduler:
         ahead = [x for d in request.devices for x in self.table.on[d] if not self.dispatcher.together(x, request)]
         own = self.table.leases.get(request.group)
         for lease in [*ahead, own] if own else ahead:
-            behind |= {(clients[c].process, opener) for c, opener in lease.kept.items() if opener and c in clients}
+            behind |= {(clients[c].process, opener) for c, opener in lease.kept.items() if c in clients}
         for heir in {self._heirs[d].order: self._heirs[d] for d in request.devices & self._heirs.keys()}.values():
             if heir is not request and heir.state is State.WAITING:
-                behind |= {(clients[c].process, n) for c, n in heir.askers.items() if n and c in heir.openers}
+                behind |= {(clients[c].process, n) for c, n in heir.askers.items() if c in heir.openers}
         return [
             Wait(
                 who=(clients[c].process, request.askers[c]),
@@ -728,7 +732,7 @@ class Scheduler:
                 label=label(clients[c].job.name, clients[c].name, clients[c].process),
             )
             for c in request.openers
-            if request.askers.get(c)
+            if c in request.askers
         ]
 
     def _watch(self, now: float, out: list[Action]) -> None:
