@@ -111,9 +111,9 @@ def test_pages_that_are_taken_at_every_turn_are_written_back_before_they_are(pai
     (a, of_a), (b, of_b) = pair({"w": 20}, {"w": 20})
     for i in range(4):
         turn(a, of_a, i)
-        until(lambda: figures(a, "w")["clean_bytes"] == 8 * PAGE)
+        until(lambda: figures(a, "w")["clean_bytes"] >= 8 * PAGE)
         turn(b, of_b, 10 + i)
-        until(lambda: figures(b, "w")["clean_bytes"] == 8 * PAGE)
+        until(lambda: figures(b, "w")["clean_bytes"] >= 8 * PAGE)
     r = figures(a, "w")
     assert r["written_back_bytes"] > 0
     assert r["swapped_out_bytes"] - r["written_back_bytes"] == 8 * PAGE, "but for the first, nothing on demand"
@@ -167,7 +167,7 @@ def test_write_back_within_a_phase_saves_what_it_does_not_write(pair):
         for block in of_a.values():
             put(block, 9)
     with a.phase("rollout", uses=("w",), writes=()):  # some of "w" may have been saved before it began
-        until(lambda: figures(a, "opt")["clean_bytes"] + figures(a, "w")["clean_bytes"] == 8 * PAGE)
+        until(lambda: figures(a, "opt")["clean_bytes"] + figures(a, "w")["clean_bytes"] >= 8 * PAGE)
     turn(b, of_b, 3)
     assert read(a.region("opt"), of_a["opt"]) == bytes([9]) * 12 * PAGE
 
@@ -180,7 +180,7 @@ def test_done_with_lets_a_region_be_written_back_inside_the_phase(pair):
     with a.phase("train") as lease:
         put(of_a["opt"], 5)
         lease.done_with("opt")
-        until(lambda: figures(a, "opt")["clean_bytes"] == 8 * PAGE)
+        until(lambda: figures(a, "opt")["clean_bytes"] >= 8 * PAGE)
         put(of_a["w"], 6)
         waiter = Waiter(b)
         until(lambda: b.stats()["pages_held"] >= 20)  # the optimizer's pages, during a's phase

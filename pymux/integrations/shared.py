@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pymux.errors import RegionError
+from pymux.integrations import nest
 from pymux.region import Region
 
 
@@ -29,6 +30,9 @@ def describe(region: Region, what: Any) -> str:
         raise TypeError(f"share a module or a mapping of names to tensors, not {type(what)}")
     out = []
     for name, t in what.items():
+        if (reason := nest.unusable(t)) or t.is_conj() or t.is_neg():
+            reason = reason or "a view that torch conjugates or negates when it is read; share resolve_conj().resolve_neg()"
+            raise TypeError(f"tensor {name!r} cannot be shared: it is {reason}.")
         if t.numel() and not region.contains(t.data_ptr()):
             raise RegionError(
                 f"tensor {name!r} is not in region {region.name!r}: create it in 'with mux.region(...)', or move it "

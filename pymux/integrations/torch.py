@@ -2,40 +2,36 @@
 
 On a GPU a region is a ``torch.cuda.MemPool`` over the extension's pluggable allocator. Where host
 code addresses the device's memory directly and torch has no such device, tensors are CPU tensors
-whose storage lies in the region: a function mode moves what torch's factory functions return.
+whose storage lies in the region: a function mode moves what torch's functions return.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pymux import _core, config
 from pymux.errors import DriverError, FrozenRegion, RegionError, RegionNotResident
-from pymux.integrations import shared
+from pymux.integrations import guards, nest, shared
 from pymux.mux import Mux
 from pymux.region import Region
 
-_FACTORIES = frozenset(
-    {
-        "arange", "as_tensor", "asarray", "bfloat16", "clone", "complex", "contiguous", "cpu", "double",
-        "empty", "empty_like", "empty_permuted", "empty_strided", "eye", "float", "from_numpy", "full",
-        "full_like", "half", "linspace", "logspace", "new_empty", "new_empty_strided", "new_full", "new_ones",
-        "new_tensor", "new_zeros", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn",
-        "randn_like", "randperm", "scalar_tensor", "tensor", "to", "zeros", "zeros_like",
-    }
-)  # fmt: skip
-
+# Functions that return a tensor which is there already, such as a parameter's gradient.
+_GETTERS = frozenset({"__get__", "__set__"})
 
 # torch frees the segments of a dead pool with its own allocator, not the pool's (pytorch issue 146431), and
 # tensors may outlive a Mux: pools and their allocators live as long as the process.
+_MOST_MOVED = 1024  # storages remembered before those that are gone are dropped
 _FOR_LIFE: list[tuple[Any, Any]] = []
 
 
@@ -56,6 +52,8 @@ class Integration:
         self._allocator: Any = None
         self.replaced = False
         self._stepping: contextlib.ExitStack | None = None
+        self._local = threading.local()
+        guards.guard(mux)
         ordinal = _cuda_ordinal(mux.uuid)
         if ordinal is not None:
             self.device = torch.device("cuda", ordinal)
@@ -69,9 +67,9 @@ class Integration:
 
     @contextlib.contextmanager
     def allocating(self, region: Region) -> Iterator[None]:
-        """Put this thread's torch allocations into a region; needs a lease.
+        """Put this thread's torch allocations into a region; needs a lease. The innermost block decides.
 
-        On the CPU form these are what factory functions return; on a GPU all.
+        On the CPU form these are what torch's functions return; on a GPU all.
         """
         if self.device.type == "cpu":
             with _RegionMode(region):
@@ -85,7 +83,7 @@ class Integration:
             region.pin(reason)
         pool = self._pool_of(region)
         device = self._device_of(region)
-        with region.serving_torch_allocator(), torch.cuda.use_mem_pool(pool, device=device):
+        with region.serving_torch_allocator(), self._innermost(pool, device):
             try:
                 # Settings may have changed since: ask torch itself.
                 if not region.contains(torch.empty(1, dtype=torch.uint8, device=device).data_ptr()):
@@ -97,6 +95,25 @@ class Integration:
             except torch.OutOfMemoryError as e:
                 e.args = (f"{e} pymux: {_core.torch_last_error()}",)
                 raise
+
+    @contextlib.contextmanager
+    def _innermost(self, pool: Any, device: torch.device) -> Iterator[None]:
+        """Route this thread's allocations to a pool, and to no other meanwhile: torch takes the first that was begun."""
+        if not hasattr(self._local, "pools"):
+            self._local.pools = []
+        pools: list[tuple[Any, torch.device, contextlib.ExitStack]] = self._local.pools
+        if pools:
+            pools[-1][2].close()
+        stack = contextlib.ExitStack()
+        pools.append((pool, device, stack))
+        try:
+            stack.enter_context(torch.cuda.use_mem_pool(pool, device=device))
+            yield
+        finally:
+            pools.pop()[2].close()
+            if pools:
+                outer, at, again = pools[-1]
+                again.enter_context(torch.cuda.use_mem_pool(outer, device=at))
 
     def _pool_of(self, region: Region) -> Any:
         if config.load().expandable_segments:
@@ -141,15 +158,7 @@ class Integration:
         if isinstance(what, torch.optim.Optimizer):
             self._adopt_optimizer(region, what)
             return
-        if isinstance(what, torch.nn.Module):
-            tensors: list[Any] = [*what.parameters(), *what.buffers()]
-        elif isinstance(what, torch.Tensor):
-            tensors = [what]
-        else:
-            tensors = list(what)
-        wrong = [t for t in tensors if not isinstance(t, torch.Tensor)]
-        if wrong or not tensors:
-            raise TypeError(f"adopt() takes tensors, a module or an optimizer, not {type(wrong[0] if wrong else what)}")
+        tensors = nest.tensors_of(what)
         elsewhere = [t for t in tensors if t.device.type != self.device.type]
         if elsewhere:
             raise TypeError(f"adopt() found a tensor on {elsewhere[0].device}; move it to {self.device} first")
@@ -157,17 +166,27 @@ class Integration:
 
     def to_host(self, mux: Mux, tensor: torch.Tensor) -> torch.Tensor:
         """See Mux.to_host."""
-        if tensor.numel() == 0:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        region = mux.region_of(tensor.data_ptr())
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"to_host() takes a torch tensor, not a {type(tensor).__name__}.")
+        if is_traceable_wrapper_subclass(tensor):
+            names, context = tensor.__tensor_flatten__()
+            inner = {n: self.to_host(mux, getattr(tensor, n)) for n in names}
+            return tensor.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride()).detach()
+        parts = _parts(tensor)
+        region = next((r for t in parts if (r := _region_of(mux, t)) is not None), None)
         if region is None:
             return tensor.detach().to("cpu", copy=True)
+        if reason := nest.unusable(tensor):
+            raise TypeError(f"to_host() cannot read {reason}.")
         # The whole span of the view, read as bytes, seen through the tensor's own strides.
-        with torch.utils._python_dispatch._disable_current_modes():  # noqa: SLF001 - no public form
+        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():  # noqa: SLF001 - no public form
             span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
             raw = torch.empty(span, dtype=tensor.dtype, device="cpu")
             region.read(tensor.data_ptr(), raw.view(torch.uint8).numpy())
-            return raw.as_strided(tensor.shape, tensor.stride()).clone()
+            out = raw.as_strided(tensor.shape, tensor.stride()).clone()
+            if tensor.is_neg():  # what is not done yet: torch puts it off until somebody reads
+                out = out.neg_()
+            return out.conj_physical_() if tensor.is_conj() else out
 
     def state_dict(self, mux: Mux, what: Any) -> Any:
         """See Mux.state_dict."""
@@ -279,31 +298,104 @@ class Integration:
             stack.close()
 
 
+def _plain(*values: Any) -> list[torch.Tensor]:
+    """The tensors in values whose memory is the host's and one range."""
+    return [
+        t
+        for t in tree_leaves(values)
+        if isinstance(t, torch.Tensor)
+        and t.device.type == "cpu"
+        and t.layout == torch.strided
+        and not t.is_quantized
+        and not is_traceable_wrapper_subclass(t)
+        and not isinstance(t, UninitializedTensorMixin)
+        and torch._C._has_storage(t)  # noqa: SLF001 - no public form
+    ]
+
+
 class _RegionMode(TorchFunctionMode):
-    """Moves what factory functions return into a region."""
+    """Moves what torch's functions make into a region.
+
+    As on a GPU, where everything that a block allocates is the region's. The innermost block decides.
+    """
+
+    _inside = threading.local()
 
     def __init__(self, region: Region) -> None:
         super().__init__()
         self._region = region
+        # Storages that several tensors may have, such as tied weights that are loaded: by what they were.
+        self._moved: dict[int, tuple[StorageWeakRef, StorageWeakRef]] = {}
+        self._sets = _SetMode(self)
+
+    def __enter__(self) -> Any:
+        self._sets.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        self._sets.__exit__(*exc)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if getattr(func, "__name__", "") not in _FACTORIES or "out" in kwargs:
-            return result
-        if type(result) is not torch.Tensor or result.device.type != "cpu" or result.layout != torch.strided:
-            return result
-        old = result.untyped_storage()
-        if old.nbytes() == 0 or self._region.mux.region_of(old.data_ptr()) is not None:
-            return result
-        shared = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        if old.data_ptr() in shared:
-            return result  # a view, or a conversion with nothing to do
-        new = _cpu_storage(self._region, old.nbytes())
-        _bytes_of(new).copy_(_bytes_of(old))
-        result.data = _view(result, new)
+        name = getattr(func, "__name__", "")
+        if name in _GETTERS:
+            return func(*args, **kwargs)
+        with self.alone() as innermost:
+            before = {t.untyped_storage()._cdata for t in _plain(args, kwargs)} if innermost else set()  # noqa: SLF001
+            result = func(*args, **kwargs)
+        for t in _plain(result) if innermost else ():
+            storage = t.untyped_storage()
+            if storage._cdata not in before and storage.nbytes():  # noqa: SLF001 - else a view, or nothing to do
+                self.move(t, storage)
+        return result
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Keep the modes of blocks further out from what happens meanwhile; False: one further in does so."""
+        if getattr(self._inside, "mode", None) is not None:
+            yield False
+            return
+        self._inside.mode = self
+        try:
+            yield True
+        finally:
+            self._inside.mode = None
+
+    def move(self, t: torch.Tensor, old: torch.UntypedStorage) -> None:
+        """Give a tensor storage in the region, if it has none in any."""
+        if self._region.mux.region_of(old.data_ptr()) is not None:
+            return
+        key = old._cdata  # noqa: SLF001
+        new = None
+        if key in self._moved and not self._moved[key][0].expired():
+            new = torch.UntypedStorage._new_with_weak_ptr(self._moved[key][1].cdata)  # noqa: SLF001
+        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():  # noqa: SLF001
+            if new is None:
+                new = _cpu_storage(self._region, old.nbytes())
+                _bytes_of(new).copy_(_bytes_of(old))
+                self._moved[key] = (StorageWeakRef(old), StorageWeakRef(new))
+            t.data = _view(t, new)
+        if len(self._moved) > _MOST_MOVED:
+            self._moved = {k: v for k, v in self._moved.items() if not v[0].expired()}
+
+
+class _SetMode(TorchDispatchMode):
+    """Sees the storages that torch.load() gives to tensors, by calls that function modes are not told of."""
+
+    def __init__(self, regions: _RegionMode) -> None:
+        super().__init__()
+        self._regions = regions
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        with self._regions.alone() as innermost:
+            result = func(*args, **(kwargs or {}))
+        if innermost and func is torch.ops.aten.set_.source_Storage_storage_offset:
+            for t in _plain(result):
+                if t.untyped_storage().nbytes():
+                    self._regions.move(t, t.untyped_storage())
         return result
 
 
@@ -312,7 +404,8 @@ class _CheckMode(TorchFunctionMode):
 
     _HARMLESS = frozenset(
         {"data_ptr", "untyped_storage", "__get__", "__set__", "size", "stride", "dim", "numel", "detach", "view_as",
-         "requires_grad_", "is_contiguous", "element_size", "storage_offset", "type", "set_", "__hash__"}
+         "requires_grad_", "is_contiguous", "element_size", "storage_offset", "type", "set_", "__hash__",
+         "is_conj", "is_neg", "is_complex", "is_floating_point", "_indices", "_values", "__reduce_ex__"}
     )  # fmt: skip
 
     def __init__(self, mux: Mux) -> None:
@@ -382,14 +475,30 @@ def _registered_by_nccl(setting: str, default: str) -> str | None:
     )
 
 
+def _parts(t: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that have a tensor's memory: itself, or those of a sparse or nested one."""
+    if t.is_nested:
+        return [t.values()]
+    if t.layout == torch.sparse_coo:
+        return [t._indices(), t._values()]  # noqa: SLF001 - the others want it coalesced
+    if t.layout in {torch.sparse_csr, torch.sparse_bsr}:
+        return [t.crow_indices(), t.values()]
+    if t.layout in {torch.sparse_csc, torch.sparse_bsc}:
+        return [t.ccol_indices(), t.values()]
+    return [t]
+
+
 def _region_of(mux: Mux, t: Any) -> Region | None:
     if not isinstance(t, torch.Tensor) or t.layout != torch.strided or t.numel() == 0:
+        return None
+    if is_traceable_wrapper_subclass(t) or not torch._C._has_storage(t):  # noqa: SLF001 - no public form
         return None
     return mux.region_of(t.data_ptr())
 
 
 def check_mode(mux: Mux) -> TorchFunctionMode:
     """Return the mode of ``PYMUX_CHECK=1`` for this thread."""
+    guards.check(mux)
     return _CheckMode(mux)
 
 
@@ -399,7 +508,10 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def _view(like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     empty = torch.empty(0, dtype=like.dtype, device=storage.device)
-    return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
+    view = empty.set_(storage, like.storage_offset(), like.shape, like.stride())
+    if like.is_conj():
+        view = view.conj()
+    return torch._neg_view(view) if like.is_neg() else view  # noqa: SLF001 - no public form
 
 
 def _cpu_storage(region: Region, nbytes: int) -> torch.UntypedStorage:
