@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from pymux import wire
+from pymux.config import clip
 from pymux.errors import ConfigError, DriverError, NotAllowed, ProtocolError, PymuxError
 from pymux.events import (
     Acquire,
@@ -756,9 +757,9 @@ def host_memory() -> int:
 def check_spill_dir(path: Path) -> None:
     """Raise ConfigError when a spill file cannot be made there."""
     if len(os.fsencode(path.resolve())) > MAX_SPILL_PATH:
-        raise ConfigError(f"the spill directory's path is longer than {MAX_SPILL_PATH} bytes: {path}")
+        raise ConfigError(f"the spill directory's path is longer than {MAX_SPILL_PATH} bytes: {clip(str(path))}")
     if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"{path} is not a directory that this user can write to. Make one, or leave --spill-dir out.")
+        raise ConfigError(f"{clip(str(path))} is not a directory that this user can write to. Make one, or leave --spill-dir out.")
 
 
 def _supplementary_groups(sock: socket.socket) -> list[int]:

@@ -28,6 +28,24 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except PymuxError as e:
             raise click.ClickException(f"{type(e).__name__}: {e}") from e
+        except OSError as e:
+            raise click.ClickException(f"{config.clip(str(e.filename or ''), 100)}: {e.strerror or e}") from e
+
+
+class _Seconds(click.ParamType):
+    """A length of time: a number that is neither negative nor without end."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number."""
+        with contextlib.suppress(TypeError, ValueError):
+            if 0 <= (seconds := float(value)) < float("inf"):
+                return seconds
+        self.fail(f"{config.clip(value)}: give seconds, such as 2.5.", param, ctx)
+
+
+_SECONDS = _Seconds()
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -61,7 +79,9 @@ def run(*, job: str | None, command: tuple[str, ...]) -> None:
 @click.option(
     "--device-memory", default="0", help="The most that it will use there, such as 20G; default what it does."
 )
-@click.option("--slice", "seconds", default=10.0, show_default=True, help="Seconds of a turn while others wait.")
+@click.option(
+    "--slice", "seconds", type=_SECONDS, default=10.0, show_default=True, help="Seconds of a turn while others wait."
+)
 def opaque(*, pid: int, job: str | None, device: int, device_memory: str, seconds: float) -> None:
     """Share the device with a process that uses it without pymux, as a whole, until it ends."""
     from pymux.guest import opaque as take_over
@@ -74,7 +94,7 @@ def opaque(*, pid: int, job: str | None, device: int, device_memory: str, second
 @main.command()
 @click.option(
     "--linger",
-    type=float,
+    type=_SECONDS,
     default=30.0,
     show_default=True,
     help="Seconds without clients before it ends; 0: never.",
@@ -94,9 +114,9 @@ def opaque(*, pid: int, job: str | None, device: int, device_memory: str, second
     help="TOML file with the policy and what jobs may have; default $PYMUX_BROKER_CONFIG.",
 )
 @click.option("--policy", default=None, help="fifo, fair, priority or srpt.")
-@click.option("--max-wait", type=float, default=None, help="Seconds of waiting after which nobody is overtaken.")
+@click.option("--max-wait", type=_SECONDS, default=None, help="Seconds of waiting after which nobody is overtaken.")
 @click.option("--job", "jobs", multiple=True, help="NAME:weight=2,priority=-1,device=20G,host=64G; may be repeated.")
-@click.option("--unresponsive-after", type=float, default=None, help="Seconds of silence until others get the lease.")
+@click.option("--unresponsive-after", type=_SECONDS, default=None, help="Seconds of silence until others get the lease.")
 @click.option("--kill-unresponsive", is_flag=True, help="Also kill a process that is silent for so long.")
 @click.option("--allow-group", "groups", multiple=True, help="Unix group whose members may connect, too.")
 @click.option("--background", is_flag=True, help="Return at once and serve in the background, logging to a file.")
@@ -168,7 +188,8 @@ def broker(
             raise
         _tell(started, "")
     except Exception as e:
-        logging.getLogger("pymux.broker").exception("the broker ends")
+        if background or not isinstance(e, PymuxError):
+            logging.getLogger("pymux.broker").exception("the broker ends")
         _tell(started, f"{type(e).__name__}: {e}")
         raise
 
@@ -207,7 +228,7 @@ def _tell(started: int | None, error: str) -> None:
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print plain data.")
 def status(*, as_json: bool) -> None:
-    """Show devices, leases, the queue, and memory by client and region."""
+    """Show devices, leases, the queue, and memory by process and region; docs/status.md says what --json has."""
     import json
 
     data = _request_status(config.load().socket)
@@ -215,47 +236,10 @@ def status(*, as_json: bool) -> None:
         click.echo(json.dumps(data, indent=2))
         return
     from rich.console import Console
-    from rich.table import Table
 
-    console = Console()
-    for d in data["devices"]:
-        mib = d["page_size"] / 2**20
-        holder = ", ".join(
-            f"{x['job']} in {x['phase'] or '?'} ({x['state']}, {x['seconds']:.1f} s)" for x in d["leases"]
-        )
-        console.print(f"[bold]{d['uuid']}[/bold]  {d['budget_pages'] * mib:.0f} MiB for regions, "
-                      f"{d['free_pages'] * mib:.0f} free  held by {holder or 'nobody'}")  # fmt: skip
-        clients = [c for c in data["clients"] if c["device"] == d["uuid"]]
-        table = Table("job", "process", "pid", "MiB", "wants", "discardable", "clean", "dirty", "host", title="MiB")
-        for c in clients:
-            cells = [c[k] * mib for k in ("pages_held", "pages_wanted", "discardable", "clean", "dirty")]
-            cells.append(c["host_bytes"] / 2**20)
-            pid = str(c["pid"]) if c["responsive"] else f"{c['pid']} (silent)"
-            table.add_row(c["job"], c["name"], pid, *(f"{x:.0f}" for x in cells))
-        console.print(table)
-        columns = ("resident", "clean", "dirty", "evicted", "spilled", "lost", "copied_out", "copied_in", "avoided")
-        table = Table("job", "process", "region", *(x.replace("_", " ") for x in columns), title="regions, MiB")
-        for c in clients:
-            for name, region in c["regions"].items():
-                cells = [region[f"{x}_bytes"] / 2**20 for x in columns]
-                table.add_row(c["job"], c["name"], name, *(f"{x:.0f}" for x in cells))
-        if table.row_count:
-            console.print(table)
-    for i, r in enumerate(data["queue"], 1):
-        console.print(f"{i}. {r['job']} waits for {r['phase']}, {r['seconds']:.1f} s")
-    if data["jobs"]:
-        table = Table("job", "weight", "priority", "slowdown", title=f"jobs, policy {data['policy']}")
-        for j in data["jobs"]:
-            table.add_row(j["name"], f"{j['weight']:g}", str(j["priority"]), f"{j['slowdown']:.2f}")
-        console.print(table)
-    host = data["host"]
-    spill = f", then {data['spill_dir']}" if data["spill_dir"] else ""
-    console.print(
-        f"host memory for swapped-out pages: {host['budget_bytes'] / 2**20:.0f} MiB, "
-        f"{host['free_bytes'] / 2**20:.0f} free{spill}"
-    )
-    if not data["devices"]:
-        console.print(f"broker {data['pid']}: no devices yet")
+    from pymux.status_view import show
+
+    show(data, Console())
 
 
 @main.command()

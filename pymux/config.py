@@ -18,7 +18,7 @@ from pymux.errors import ConfigError
 
 _SUFFIXES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _SIZE = re.compile(r"([0-9]+\.?[0-9]*(?:e\+?[0-9]+)?|\.[0-9]+)\s*([kmgt]?)(?:i?b)?")
-_MOST_BYTES = 1 << 60
+MAX_BYTES = 1 << 60  # of anything
 PAGE_STEP = 2 << 20  # bytes; pages of every device are multiples of it
 MAX_SOCKET_PATH = 107  # bytes, of any Unix socket
 MAX_NAME = 63  # bytes; the messages have room for so many
@@ -44,7 +44,7 @@ def parse_size(size: int | str) -> int:
         value = size
     else:
         value = 0
-    if not 1 <= value <= _MOST_BYTES:
+    if not 1 <= value <= MAX_BYTES:
         raise ConfigError(
             f"{clip(size)} is not a size; write bytes or a positive number with K, M, G or T, such as '512M'."
         )
@@ -57,7 +57,7 @@ def check_size(what: str, size: int | str) -> int:
     Raises:
         ConfigError: it is not a size.
     """
-    if size in {0, "0"} and not isinstance(size, bool):
+    if isinstance(size, int | str) and not isinstance(size, bool) and str(size).strip() == "0":
         return 0
     try:
         return parse_size(size)

@@ -306,7 +306,7 @@ class Give(Action):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostGrant(Action):
-    """The client may have so many bytes of host memory pinned. ``exhausted``: there is no more now."""
+    """The client may have so many bytes of host memory pinned. ``exhausted``: what was urgent is not there."""
 
     granted: int
     exhausted: bool = False

@@ -123,6 +123,7 @@ class HostBudget:
                     continue
             if give or account.urgent:
                 account.granted += give
+                exhausted = account.urgent and give < lacking  # who only plans ahead is not told that it is over
                 account.urgent = False
-                out.append(HostGrant(client=client, granted=account.granted, exhausted=give < lacking))
+                out.append(HostGrant(client=client, granted=account.granted, exhausted=exhausted))
         return out

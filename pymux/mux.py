@@ -318,6 +318,8 @@ class Mux:
         config.check_choice("track", track, ("phases", "fingerprint"))
         if frozen is not None and not isinstance(frozen, bool):
             raise ConfigError(f"frozen={config.clip(frozen)}: give True or False.")
+        if timeout is not None:
+            config.check_seconds("timeout", timeout)
         region = self._regions.get(name)
         at = self._at(device)
         if region is None:
@@ -328,7 +330,7 @@ class Mux:
             if asked is not None and getattr(region, option) != asked:
                 raise RegionError(f"region {name!r} exists with {option}={getattr(region, option)!r}, not {asked!r}.")
         if timeout is not None:
-            region.timeout = config.check_seconds("timeout", timeout)
+            region.timeout = timeout
         return region
 
     def open_shared(
@@ -376,22 +378,24 @@ class Mux:
         """The regions by name."""
         return dict(self._regions)
 
-    def adopt(self, what: Any, region: str = "weights") -> Any:
+    def adopt(self, what: Any, region: str = "weights", *, timeout: float | None = None) -> Any:
         """Move existing tensors into a region, keeping the Python objects.
 
         Args:
             what: a tensor, a torch module (parameters and buffers), an optimizer (its state, also
-                what its first ``step()`` creates), or an iterable of tensors.
+                what its first ``step()`` creates), a state dict, or any nest of dicts, lists and tuples of these.
             region: name of the region; created if new.
+            timeout: as of `region`.
 
         Returns:
             `what` itself.
 
         Raises:
+            AcquireTimeout: the device was not had within `timeout`.
             DeviceOutOfMemory: the device has no room.
-            TypeError: `what` has no tensors.
+            TypeError: `what` has no tensors, or some that a region cannot hold.
         """
-        self._torch_integration().adopt(self.region(region), what)
+        self._torch_integration().adopt(self.region(region, timeout=timeout), what)
         return what
 
     def to_host(self, tensor: Any) -> Any:
@@ -405,6 +409,7 @@ class Mux:
 
         Raises:
             ContentsLost: its pages were discarded.
+            TypeError: it is no tensor, or a sparse, nested or quantized one of a region.
         """
         return self._torch_integration().to_host(self, tensor)
 
@@ -420,7 +425,10 @@ class Mux:
 
         Raises:
             ContentsLost: a tensor's pages were discarded.
+            TypeError: `what` has no ``state_dict()``.
         """
+        if not callable(getattr(what, "state_dict", None)):
+            raise TypeError(f"state_dict() takes a module or an optimizer; a {type(what).__name__} has no state_dict().")
         return dict(self._torch_integration().state_dict(self, what))
 
     def region_of(self, ptr: int) -> Region | None:
@@ -636,11 +644,12 @@ class Mux:
     # ---- for Phase and Region --------------------------------------------------------------------
 
     def _lookup(self, names: Sequence[str]) -> list[_core.Region]:
-        missing = [n for n in names if n not in self._regions]
+        missing = [n for n in names if not isinstance(n, str) or n not in self._regions]
         if missing:
-            known = ", ".join(map(repr, self._regions)) or "none"
+            known = config.clip(list(self._regions), 100) if self._regions else "none"
             raise UnknownRegion(
-                f"no region {missing[0]!r} in job {self.job!r}; it has {known}. Create it with mux.region(...) first."
+                f"no region {config.clip(missing[0])} in job {config.clip(self.job)}; it has {known}. Create it with "
+                f"mux.region(...) first."
             )
         return [self._regions[n].core for n in names]
 
@@ -653,6 +662,11 @@ class Mux:
         if not self._joint:
             self._lookup([*eager, *o.lazy, *written])  # in a group others may have them
         frozen = [n for n in written if n in self._regions and self._regions[n].frozen and n != o.fills]
+        if frozen and o.writes is not None and self._regions[frozen[0]].core.read_only:
+            raise FrozenRegion(
+                f"phase {o.name!r} names region {frozen[0]!r} in writes=, and it was opened to be read: "
+                f"open_shared(token, writable=True) opens it to be written."
+            )
         if frozen and o.writes is not None:
             raise FrozenRegion(
                 f"phase {o.name!r} names region {frozen[0]!r} in writes=, and the region is frozen. Leave it out, or "

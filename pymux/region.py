@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator
+from operator import index
 from typing import TYPE_CHECKING, Any
 
-from pymux import _core
-from pymux.errors import RegionError
+from pymux import _core, config
+from pymux.errors import ConfigError, RegionError
 from pymux.turns import opener
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Region:
 
     def contains(self, ptr: int) -> bool:
         """Whether a device address is the region's."""
-        return self.core.contains(ptr)
+        return bool(self.core.contains(ptr))
 
     def set_live(self, ranges: Iterable[tuple[int, int]] | None) -> None:
         """Say which contents must survive an eviction, until the next call; the rest is not moved.
@@ -74,7 +75,12 @@ class Region:
         Raises:
             RegionError: a range is not within the region.
         """
-        pairs = None if ranges is None else [(int(offset), int(size)) for offset, size in ranges]
+        try:
+            pairs = None if ranges is None else [(index(offset), index(size)) for offset, size in ranges]
+        except (TypeError, ValueError):
+            raise RegionError(
+                f"set_live({config.clip(ranges)}): give (offset, bytes) pairs of integers, or None for everything."
+            ) from None
         for offset, size in pairs or ():
             if offset < 0 or size < 0 or offset + size > self.core.size:
                 raise RegionError(
@@ -91,7 +97,12 @@ class Region:
 
         Args:
             reason: for the errors that say so.
+
+        Raises:
+            ConfigError: `reason` is no text.
         """
+        if not isinstance(reason, str):
+            raise ConfigError(f"pin(reason={config.clip(reason)}): give a text.")
         self.agent.pin(self.core, reason or "it is pinned")
 
     def unpin(self) -> None:
@@ -108,10 +119,11 @@ class Region:
             Its address and size, and a buffer where the host can address the device.
 
         Raises:
+            ConfigError: `nbytes` is no positive integer.
             DeviceOutOfMemory: the device has no room.
             LeaseError: no phase is open.
         """
-        return self.agent.allocate(self.core, nbytes)
+        return self.agent.allocate(self.core, config.check_int("nbytes", nbytes, 1, config.MAX_BYTES))
 
     def capture_graph(self, graph: Any, **options: Any) -> contextlib.AbstractContextManager[None]:
         """Capture a CUDA graph whose private memory is in the region: ``with region.capture_graph(graph):`` in a phase.
@@ -132,11 +144,27 @@ class Region:
         return manager
 
     def read(self, ptr: int, to: Any) -> None:
-        """Copy contents at a device address into a writable buffer, without a lease.
+        """Copy contents at a device address into a buffer, without a lease.
+
+        Args:
+            ptr: of the first byte, in the region.
+            to: a writable, contiguous buffer; as many bytes as it has are read.
 
         Raises:
             ContentsLost: the pages were discarded.
+            RegionError: not all of the bytes are the region's.
+            TypeError: `to` is no such buffer.
         """
+        config.check_int("ptr", ptr, 0, 2**64 - 1)
+        try:
+            with memoryview(to) as view:
+                size, usable = view.nbytes, view.c_contiguous and not view.readonly
+        except TypeError:
+            usable = False
+        if not usable:
+            raise TypeError(f"read(to={config.clip(to, 30)}): give a writable, contiguous buffer, such as a bytearray.")
+        if size and not (self.base <= ptr and ptr + size <= self.base + self.core.size):
+            raise RegionError(f"read(): {size} bytes at {ptr:#x} are not all in region {self.name!r}.")
         self.agent.read(self.core, ptr, to)
 
     # ---- sharing with other processes ----------------------------------------------------------
@@ -196,8 +224,10 @@ class Region:
         return self.core.generation
 
     def _stream(self, stream: int | None) -> int:
-        if stream is not None or "torch" not in sys.modules:
-            return stream or 0
+        if stream is not None:
+            return config.check_int("stream", stream, 0, 2**64 - 1)
+        if "torch" not in sys.modules:
+            return 0
         return int(self.mux._torch_integration().current_stream(self))  # noqa: SLF001
 
     @contextlib.contextmanager
@@ -217,15 +247,14 @@ class Region:
             self._entered.setdefault(opener()[0], []).append(stack.pop_all())
         return self
 
-    def __exit__(
-        self, *exc: Any
-    ) -> None:
+    def __exit__(self, *exc: Any) -> None:
         if self.mux.forked:
             return
         who = opener()[0]
-        blocks = self._entered[who]
-        block = blocks.pop()
-        if not blocks:
+        if who not in self._entered:  # it was entered by another thread
+            who = next(reversed(self._entered))
+        block = self._entered[who].pop()
+        if not self._entered[who]:
             del self._entered[who]
         block.__exit__(*exc)
 

@@ -40,7 +40,7 @@ def prepare(command: Sequence[str], job: str | None, environ: Mapping[str, str])
     """
     path = shutil.which(command[0])
     if path is None:
-        raise ConfigError(f"{command[0]}: there is no such program.")
+        raise ConfigError(f"{config.clip(command[0])}: there is no such program.")
     _check_program(Path(path))
     settings = config.load()
     if settings.expandable_segments:
@@ -53,7 +53,7 @@ def prepare(command: Sequence[str], job: str | None, environ: Mapping[str, str])
         raise ConfigError(f"{library} is missing: install pymux again.")
     driver = _core.load_driver(settings.driver)
     script = next((a for a in command[1:] if a.endswith(".py")), command[0])
-    job = job or Path(script).stem[:63]
+    job = Path(script).stem[: config.MAX_NAME] if job is None else job
     config.check_name("job", job)
     said = [
         ("socket", str(settings.socket)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from pymux.config import clip
 from pymux.errors import ConfigError, RegionNotResident
 from pymux.region import SHARED_PREFIX, Region
 
@@ -23,7 +24,7 @@ def segment_of(token: str) -> str:
     """
     match = _TOKEN.fullmatch(token) if isinstance(token, str) else None
     if match is None:
-        raise ConfigError(f"{token!r} is no token of a shared region: pass what region.share() returned.")
+        raise ConfigError(f"{clip(token)} is no token of a shared region: pass what region.share() returned.")
     return match[1]
 
 

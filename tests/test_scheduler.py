@@ -273,7 +273,7 @@ def test_a_first_chunk_of_host_memory_is_kept_for_everybody_and_for_who_comes_ne
     s = scheduler(host_budget=5 * chunk)
     s.handle(joined(1), 0)
     s.handle(joined(2), 0)
-    assert of(HostGrant, s.handle(host(1, 9 * chunk), 0)) == [HostGrant(client=1, granted=3 * chunk, exhausted=True)]
+    assert of(HostGrant, s.handle(host(1, 9 * chunk), 0)) == [HostGrant(client=1, granted=3 * chunk)]
     s.handle(joined(3), 1)
     for client in (2, 3):
         wanted = answered(s, s.handle(host(client, 2 * chunk, urgent=True), 1), 1)
@@ -292,7 +292,7 @@ def test_what_a_client_gives_back_or_leaves_is_granted_to_others():
         s.handle(joined(c), 0)
     s.handle(host(1, 60), 0)
     s.handle(host(2, 80), 0)
-    assert s.handle(host(1, 30), 1) == [HostGrant(client=2, granted=70, exhausted=True)]
+    assert s.handle(host(1, 30), 1) == [HostGrant(client=2, granted=70)]
     assert of(HostGrant, s.handle(Left(client=1), 2)) == [HostGrant(client=2, granted=80)]
 
 

@@ -27,7 +27,7 @@ def describe(region: Region, what: Any) -> str:
     if isinstance(what, torch.nn.Module):
         what = {**dict(what.named_parameters()), **dict(what.named_buffers())}
     if not isinstance(what, Mapping) or not all(isinstance(t, torch.Tensor) for t in what.values()):
-        raise TypeError(f"share a module or a mapping of names to tensors, not {type(what)}")
+        raise TypeError(f"share() takes a module or a mapping of names to tensors, not a {type(what).__name__}.")
     out = []
     for name, t in what.items():
         if (reason := nest.unusable(t)) or t.is_conj() or t.is_neg():
