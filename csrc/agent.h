@@ -73,8 +73,8 @@ struct AgentStats {
 struct PhaseRequest {
   std::string name;
   std::vector<std::shared_ptr<Region>> uses, lazy, writes;
-  std::string regions;                // the same for the group's other members; see wire::Names
-  double expected = 0;                // seconds
+  std::string regions;  // the same for the group's other members; see wire::Names
+  double expected = 0;  // seconds
   int priority = 0;
   bool overlap = false;
   std::uint64_t ranks = 0;  // bits of the members whose devices are wanted; 0: all
@@ -339,7 +339,7 @@ class Agent {
   bool extended_ = false;                    // this lease had a phase after its recall
   double extend_until_ = 0;                  // before this, it may have more of them
   double expected_ = 0;
-  std::uint64_t opener_ = 0;  // of the open phase, or the one that is waited for
+  std::uint64_t opener_ = 0;                        // of the open phase, or the one that is waited for
   std::map<std::uint64_t, LocalWait> local_waits_;  // by opener
   std::uint64_t wait_seq_ = 0;
   int priority_ = 0;
@@ -403,7 +403,7 @@ class Agent {
   bool connected_ = false;  // hello was answered
   wire::Socket socket_;
   Fd wake_, caller_wake_, watch_;
-  std::atomic<bool> watched_{false};     // watch_ is there
+  std::atomic<bool> watched_{false};    // watch_ is there
   std::atomic<bool> at_socket_{false};  // a caller polls, and does not wait for changed_
   std::atomic<bool> recalled_flag_{false}, pressed_flag_{false}, active_flag_{false};
   std::atomic<std::uint64_t> stamp_{0};  // counts entries of phases, and calls of done_with()

@@ -391,8 +391,8 @@ Error Agent::host_budget_error() const {
   Error error("HostOutOfMemory",
               "this node's host budget for swapped-out pages is used up: this process has " +
                   std::to_string((backing_->pinned_bytes() + shared_host_) >> 20) + " MiB of it, and " +
+                  std::to_string(backing_->chunk_bytes() >> 20) + " MiB more are needed (" +
                   std::to_string(backing_->chunk_bytes() >> 20) +
-                  " MiB more are needed (" + std::to_string(backing_->chunk_bytes() >> 20) +
                   " are kept for each process). The pages stay on the device. Start the broker with a larger "
                   "--host-budget, or with a --spill-dir for the rest.");
   error.need = backing_->chunk_bytes();

@@ -19,7 +19,7 @@ namespace {
 
 std::mutex load_mutex;  // guards the three below
 std::string loaded_choice;
-unsigned loaded_after = 0;  // forks()
+unsigned loaded_after = 0;            // forks()
 std::atomic<Driver*> table{nullptr};  // lives until the process ends
 
 std::string embedded_library() {

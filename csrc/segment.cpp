@@ -103,7 +103,8 @@ Segment::Segment(const Device& device, Fd control, Fd memory)
     : control_(reopen(control)), probe_(reopen(control)), memory_(std::move(memory)) {
   // A mapping keeps its description open, in a forked child too: it must not be the one with our lock.
   const Fd mapped = reopen(control);
-  if (!control_ || !probe_ || !mapped) fail("the shared region's control file cannot be opened again: is /proc mounted?");
+  if (!control_ || !probe_ || !mapped)
+    fail("the shared region's control file cannot be opened again: is /proc mounted?");
   control_bytes_ = file_bytes(control_);
   memory_bytes_ = file_bytes(memory_);
   void* p = mmap(nullptr, control_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, mapped.get(), 0);
@@ -283,7 +284,8 @@ bool Segment::begin_leave(std::size_t page) {
 
 void Segment::abort_leave(std::size_t page, int carrier) {
   const auto own = static_cast<std::uint16_t>(self_);
-  const auto next = carrier >= 0 && holds(static_cast<unsigned>(carrier), page) ? static_cast<std::uint16_t>(carrier) : own;
+  const auto next =
+      carrier >= 0 && holds(static_cast<unsigned>(carrier), page) ? static_cast<std::uint16_t>(carrier) : own;
   change(page, [&](Word& w) {
     w.where = Where::device;
     w.carrier = next;

@@ -29,7 +29,7 @@ class Segment {
   enum class Where : std::uint8_t { empty, device, host, arriving, leaving, lost };
   struct Word {
     Where where = Where::empty;
-    bool copied = false;  // host memory has the contents
+    bool copied = false;        // host memory has the contents
     std::uint16_t carrier = 0;  // member
     std::uint16_t epoch = 0;    // counts arrivals on the device
   };

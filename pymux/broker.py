@@ -759,7 +759,9 @@ def check_spill_dir(path: Path) -> None:
     if len(os.fsencode(path.resolve())) > MAX_SPILL_PATH:
         raise ConfigError(f"the spill directory's path is longer than {MAX_SPILL_PATH} bytes: {clip(str(path))}")
     if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"{clip(str(path))} is not a directory that this user can write to. Make one, or leave --spill-dir out.")
+        raise ConfigError(
+            f"{clip(str(path))} is not a directory that this user can write to. Make one, or leave --spill-dir out."
+        )
 
 
 def _supplementary_groups(sock: socket.socket) -> list[int]:

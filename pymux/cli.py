@@ -16,7 +16,6 @@ import click
 from pymux import config
 from pymux.errors import BrokerLost, ProtocolError, PymuxError
 
-
 _SERVES = "serves\n"
 
 
@@ -116,7 +115,9 @@ def opaque(*, pid: int, job: str | None, device: int, device_memory: str, second
 @click.option("--policy", default=None, help="fifo, fair, priority or srpt.")
 @click.option("--max-wait", type=_SECONDS, default=None, help="Seconds of waiting after which nobody is overtaken.")
 @click.option("--job", "jobs", multiple=True, help="NAME:weight=2,priority=-1,device=20G,host=64G; may be repeated.")
-@click.option("--unresponsive-after", type=_SECONDS, default=None, help="Seconds of silence until others get the lease.")
+@click.option(
+    "--unresponsive-after", type=_SECONDS, default=None, help="Seconds of silence until others get the lease."
+)
 @click.option("--kill-unresponsive", is_flag=True, help="Also kill a process that is silent for so long.")
 @click.option("--allow-group", "groups", multiple=True, help="Unix group whose members may connect, too.")
 @click.option("--background", is_flag=True, help="Return at once and serve in the background, logging to a file.")

@@ -428,7 +428,9 @@ class Mux:
             TypeError: `what` has no ``state_dict()``.
         """
         if not callable(getattr(what, "state_dict", None)):
-            raise TypeError(f"state_dict() takes a module or an optimizer; a {type(what).__name__} has no state_dict().")
+            raise TypeError(
+                f"state_dict() takes a module or an optimizer; a {type(what).__name__} has no state_dict()."
+            )
         return dict(self._torch_integration().state_dict(self, what))
 
     def region_of(self, ptr: int) -> Region | None:

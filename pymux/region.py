@@ -247,7 +247,7 @@ class Region:
             self._entered.setdefault(opener()[0], []).append(stack.pop_all())
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self.mux.forked:
             return
         who = opener()[0]

@@ -87,7 +87,7 @@ class Turns:
         if self.take_free(who, thread, phase):
             return timeout
         lock = threading.Lock()
-        lock.acquire()  # noqa: SIM115 - released by who gives the turn
+        lock.acquire()
         waiter = self._join(who, thread, phase, lock.release, blocks=True)
         if waiter is None:
             return timeout

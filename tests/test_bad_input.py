@@ -29,16 +29,22 @@ CALLS = {
     "connect group": (lambda m, r, v: pymux.connect("j", group=v), "group", [x for x in NAMES if x is not None]),
     "connect device": (lambda m, r, v: pymux.connect("j", device=v), "device", [*NUMBERS, 1.0, 99, 10**30]),
     "connect devices": (
-        lambda m, r, v: pymux.connect("j", devices=v), "devices", [[], "01", 5, [0, 0], ["0"], [-1], [True], [NAN]],
+        lambda m, r, v: pymux.connect("j", devices=v),
+        "devices",
+        [[], "01", 5, [0, 0], ["0"], [-1], [True], [NAN]],
     ),
     "connect rank": (lambda m, r, v: pymux.connect("j", group="g", rank=v, world=2), "rank", [*NUMBERS, 2, 1.5]),
     "connect world": (lambda m, r, v: pymux.connect("j", group="g", world=v), "world", [*NUMBERS, 0, 10**9]),
     "connect controller": (lambda m, r, v: pymux.connect("j", group="g", controller=v), "controller", ["yes", 5, None]),
     "connect device_memory": (
-        lambda m, r, v: pymux.connect("j", device_memory=v), "device_memory", ["big", "-1G", -5, NAN, 1.5, [], "1e300G"],
+        lambda m, r, v: pymux.connect("j", device_memory=v),
+        "device_memory",
+        ["big", "-1G", -5, NAN, 1.5, [], "1e300G"],
     ),
     "connect host_memory": (
-        lambda m, r, v: pymux.connect("j", host_memory=v), "host_memory", ["big", "", -5, NAN, None, True],
+        lambda m, r, v: pymux.connect("j", host_memory=v),
+        "host_memory",
+        ["big", "", -5, NAN, None, True],
     ),
     "connect swap": (lambda m, r, v: pymux.connect("j", swap=v), "swap", ["often", 5, LONG, []]),
     "connect timeout": (lambda m, r, v: pymux.connect("j", timeout=v), "timeout", ["5", NAN, -1, [], True]),
@@ -70,7 +76,9 @@ CALLS = {
     "open_shared name": (lambda m, r, v: m.open_shared("pymux-region:" + "0" * 32, name=v), "name", ["", 5, LONG]),
     "allocate": (lambda m, r, v: in_phase(m, lambda: r.allocate(v)), "", [*NUMBERS, 0, 10**30, 1 << 59]),
     "set_live": (
-        lambda m, r, v: r.set_live(v), "set_live", [5, "x", [5], [(1,)], [(1, 2, 3)], [(-1, 5)], [(0, 1 << 62)], [(0.5, 1)]],
+        lambda m, r, v: r.set_live(v),
+        "set_live",
+        [5, "x", [5], [(1,)], [(1, 2, 3)], [(-1, 5)], [(0, 1 << 62)], [(0.5, 1)]],
     ),
     "pin": (lambda m, r, v: r.pin(v), "reason", [5, None, []]),
     "read ptr": (lambda m, r, v: r.read(v, bytearray(8)), "", ["x", NAN, None, -1, 0, 1 << 63, 10**30]),
@@ -140,9 +148,16 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_wrong_setting_is_refused_with_its_name_where_it_is_read(name, tmp_path):
     for value in SETTINGS[name]:
-        env = {**os.environ, "PYMUX_RUNTIME_DIR": str(tmp_path / "run"), "PYMUX_SIM_DIR": str(tmp_path / "sim"), name: value}
+        env = {
+            **os.environ,
+            "PYMUX_RUNTIME_DIR": str(tmp_path / "run"),
+            "PYMUX_SIM_DIR": str(tmp_path / "sim"),
+            name: value,
+        }
         code = "import pymux\ntry: pymux.connect('j')\nexcept pymux.PymuxError as e: print(type(e).__name__, e)"
-        p = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False)
+        p = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False
+        )
         assert p.returncode == 0, (value[:40], p.stderr[:600])
         kind, _, text = p.stdout.partition(" ")
         assert kind in {"ConfigError", "DriverError"}, (value[:40], p.stdout[:600], p.stderr[:600])

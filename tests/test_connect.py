@@ -1,11 +1,8 @@
 """connect(): what it says when it cannot, what a second one says, and who is missing from a group."""
 
-import os
-import time
 
 import pytest
 
-import pymux
 from tests.conftest import hear, say
 
 CONNECT = """
@@ -66,7 +63,9 @@ def test_who_does_not_hear_of_children_connects_all_the_same(node):
 
 
 def test_several_that_start_at_once_share_one_broker(node):
-    processes = [node.start('mux = pymux.connect(os.environ["NAME"]); say("in"); hear()', NAME=f"n{i}") for i in range(4)]
+    processes = [
+        node.start('mux = pymux.connect(os.environ["NAME"]); say("in"); hear()', NAME=f"n{i}") for i in range(4)
+    ]
     assert [hear(p) for p in processes] == ["in"] * 4
     assert len(node.status()["clients"]) == 4
 

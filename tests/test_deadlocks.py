@@ -42,7 +42,13 @@ def test_what_changed_meanwhile_is_looked_at_anew():
 
 def test_the_text_names_the_cycle_and_the_remedy_in_few_words():
     long = [
-        Wait(who=(i, i), behind=frozenset(), order=i, what=None, label="a-very-long-name.../another-quite-l... (pid 4194304)")
+        Wait(
+            who=(i, i),
+            behind=frozenset(),
+            order=i,
+            what=None,
+            label="a-very-long-name.../another-quite-l... (pid 4194304)",
+        )
         for i in range(9)
     ]
     for cycle in (long[:1], long[:2], long):

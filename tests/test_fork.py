@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.conftest import hear, say
+from tests.conftest import hear
 
 BEGIN = """
 import gc, signal, threading
@@ -46,7 +46,10 @@ say("fine")
         ("os.execv(sys.executable, [sys.executable, '-c', 'print()'])", 0),
         ("del block, region, mux; gc.collect(); sys.exit(0)", 0),
         ("mux.close(); sys.exit(0)", 0),
-        ("[told(c) for c in (mux.stats, mux.evict, mux.trim_host, mux.trace, lambda: region.allocate(5))]; sys.exit(0)", 0),
+        (
+            "[told(c) for c in (mux.stats, mux.evict, mux.trim_host, mux.trace, lambda: region.allocate(5))]; sys.exit(0)",
+            0,
+        ),
         ("told(lambda: mux.phase('p').__enter__()); told(region.__enter__); sys.exit(0)", 0),
         ("told(lambda: pymux.connect('child')); sys.exit(0)", 0),
         ("told(lambda: pymux.connect('a')); sys.exit(0)", 0),
@@ -64,7 +67,7 @@ assert wait(pid) == {code}, "the child's end"
 """
     if where == "in a phase":
         run = 'with mux.phase("open"):\n' + "".join(f"    {x}\n" for x in run.splitlines())
-        run += '    check(block, 1)\n    assert mux.active\n'
+        run += "    check(block, 1)\n    assert mux.active\n"
     elif where == "while another thread waits":
         run = """
 def other():

@@ -29,7 +29,17 @@ def imports(path):
 
 @pytest.mark.parametrize("name", sorted(SANS_IO))
 def test_the_core_imports_neither_io_nor_clocks_nor_the_rest(name):
-    allowed = {"__future__", "collections.abc", "dataclasses", "enum", "graphlib", "heapq", "math", "typing", "pymux.errors"}
+    allowed = {
+        "__future__",
+        "collections.abc",
+        "dataclasses",
+        "enum",
+        "graphlib",
+        "heapq",
+        "math",
+        "typing",
+        "pymux.errors",
+    }
     allowed |= {f"pymux.{m}" for m in SANS_IO}
     assert imports(PACKAGE / f"{name}.py") <= allowed
 

@@ -3,7 +3,6 @@
 import collections
 import copy
 import io
-import pickle
 import warnings
 
 import pytest
@@ -252,7 +251,7 @@ def test_pools_of_a_gpus_form_are_begun_innermost_alone(mux, monkeypatch):
     begun, seen = [], []
 
     @contextlib.contextmanager
-    def use_mem_pool(pool, device=None):  # noqa: ARG001
+    def use_mem_pool(pool, device=None):
         assert begun == [], "two at once"
         begun.append(pool)
         try:

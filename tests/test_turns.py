@@ -425,6 +425,7 @@ def test_a_waiter_whose_loop_is_gone_is_skipped(mux):
 
     loop = asyncio.new_event_loop()
     with mux.phase("held"):
+
         def abandon():
             t = loop.create_task(waits())
             loop.call_later(0.05, loop.stop)

@@ -50,7 +50,8 @@ std::string env(const char* name, const std::string& fallback) {
 
 // What cannot be said by an error code.
 void complain(const char* name, const std::string& text, const char* example) {
-  std::fprintf(stderr, "pymux's simulated driver: %s=%s is not usable; write it like %s\n", name, text.c_str(), example);
+  std::fprintf(stderr, "pymux's simulated driver: %s=%s is not usable; write it like %s\n", name, text.c_str(),
+               example);
 }
 
 // A setting such as "512M", "2G", "4e9": a number with an optional binary suffix. False: it is something else.
@@ -216,8 +217,7 @@ void note_file(int fd, bool is_open) {
 
 void close_files_of_parent() {
   for (int i = 0; i < kMostFiles / 64; ++i)
-    for (std::uint64_t left = files[i].exchange(0); left; left &= left - 1)
-      close(i * 64 + __builtin_ctzll(left));
+    for (std::uint64_t left = files[i].exchange(0); left; left &= left - 1) close(i * 64 + __builtin_ctzll(left));
 }
 
 CUresult create_physical(Device& dev, std::size_t size, bool exportable, std::shared_ptr<Physical>* out) {

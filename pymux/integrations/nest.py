@@ -38,9 +38,7 @@ def _walk(x: Any, at: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]
     elif isinstance(x, torch.nn.Module):
         for name, t in (*x.named_parameters(), *x.named_buffers()):
             yield f"{at}.{name}".lstrip("."), t
-    elif isinstance(x, _PLAIN):
-        return
-    elif id(x) in seen:
+    elif isinstance(x, _PLAIN) or id(x) in seen:
         return
     elif isinstance(x, Mapping):
         seen.add(id(x))

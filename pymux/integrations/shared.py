@@ -31,7 +31,9 @@ def describe(region: Region, what: Any) -> str:
     out = []
     for name, t in what.items():
         if (reason := nest.unusable(t)) or t.is_conj() or t.is_neg():
-            reason = reason or "a view that torch conjugates or negates when it is read; share resolve_conj().resolve_neg()"
+            reason = (
+                reason or "a view that torch conjugates or negates when it is read; share resolve_conj().resolve_neg()"
+            )
             raise TypeError(f"tensor {name!r} cannot be shared: it is {reason}.")
         if t.numel() and not region.contains(t.data_ptr()):
             raise RegionError(
