@@ -807,7 +807,9 @@ def serve(
     linger: float | None,
     serving: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run a broker in this process until it is told to stop; arguments as `Broker`'s; `serving` is called when it listens.
+    """Run a broker in this process until it is told to stop.
+
+    Arguments as `Broker`'s; `serving` is called when it listens.
 
     Raises:
         AlreadyRunning: another broker serves the directory.

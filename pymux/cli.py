@@ -31,17 +31,20 @@ class _Group(click.Group):
             raise click.ClickException(f"{config.clip(str(e.filename or ''), 100)}: {e.strerror or e}") from e
 
 
-class _Seconds(click.ParamType):
+class _Seconds(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2 on
     """A length of time: a number that is neither negative nor without end."""
 
     name = "seconds"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the number."""
-        with contextlib.suppress(TypeError, ValueError):
-            if 0 <= (seconds := float(value)) < float("inf"):
-                return seconds
-        self.fail(f"{config.clip(value)}: give seconds, such as 2.5.", param, ctx)
+        try:
+            seconds = float(value)
+        except (TypeError, ValueError):
+            seconds = -1.0
+        if not 0 <= seconds < float("inf"):
+            self.fail(f"{config.clip(value)}: give seconds, such as 2.5.", param, ctx)
+        return seconds
 
 
 _SECONDS = _Seconds()

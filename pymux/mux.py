@@ -848,7 +848,7 @@ class Mux:
         while not done.done():
             try:
                 await asyncio.wait([done])
-            except asyncio.CancelledError as e:
+            except asyncio.CancelledError as e:  # noqa: PERF203 - what was begun goes on to its end
                 cancelled = e
         done.result()
         if cancelled is not None:

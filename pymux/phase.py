@@ -11,7 +11,7 @@ import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pymux import _core, config
 from pymux.errors import ConfigError, LeaseError, UnknownRegion
@@ -133,7 +133,7 @@ class Phase:
         """
         if not callable(function):
             raise TypeError(f"phase {self.name!r} decorates functions; {type(function).__name__} cannot be called.")
-        plain = inspect.unwrap(function, stop=lambda f: _is_lazy(f))
+        plain = inspect.unwrap(function, stop=_is_lazy)
         if not _is_lazy(plain) and _is_lazy(getattr(type(plain), "__call__", None)):  # noqa: B004 - is it lazy?
             plain = type(plain).__call__
         wrapper: Any
@@ -145,11 +145,8 @@ class Phase:
             wrapper = self._around_generator(function)
         else:
             wrapper = self._around_function(function)
-        try:
-            decorated: F = functools.wraps(function)(wrapper)
-        except AttributeError:  # of a callable that has no name
-            return wrapper  # type: ignore[no-any-return]
-        return decorated
+        decorated: Any = functools.wraps(function)(wrapper)
+        return cast("F", decorated)
 
     def _again(self) -> Phase:
         """Of the same options; calls may overlap."""

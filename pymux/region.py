@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterable, Iterator
 from operator import index
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pymux import _core, config
@@ -247,7 +248,7 @@ class Region:
             self._entered.setdefault(opener()[0], []).append(stack.pop_all())
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
         if self.mux.forked:
             return
         who = opener()[0]
@@ -256,7 +257,7 @@ class Region:
         block = self._entered[who].pop()
         if not self._entered[who]:
             del self._entered[who]
-        block.__exit__(*exc)
+        block.__exit__(kind, exc, tb)
 
     def __repr__(self) -> str:
         s = self.mux.stats()["regions"][self.name]

@@ -114,7 +114,11 @@ class Turns:
             return timeout
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
-        waiter = self._join(who, thread, phase, lambda: loop.call_soon_threadsafe(_resolve, turn), blocks=False)
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(_resolve, turn)
+
+        waiter = self._join(who, thread, phase, wake, blocks=False)
         if waiter is None:
             return timeout
         deadline = None if timeout is None else time.monotonic() + timeout

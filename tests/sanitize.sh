@@ -7,7 +7,8 @@ python=$(realpath -s "$1")
 shift
 tests=(tests/test_driver_contract.py tests/test_sim.py tests/test_mux.py tests/test_pager.py
   tests/test_handoff.py tests/test_groups.py tests/test_faults.py tests/test_allocator.py
-  tests/test_share.py tests/test_guest.py)
+  tests/test_share.py tests/test_guest.py tests/test_turns.py tests/test_deadlocks.py tests/test_fork.py
+  tests/test_connect.py)
 trap 'rm -f pymux/*.so' EXIT
 for kind in ${@:-address undefined thread}; do
   build=build/sanitize-$kind

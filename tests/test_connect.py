@@ -1,6 +1,5 @@
 """connect(): what it says when it cannot, what a second one says, and who is missing from a group."""
 
-
 import pytest
 
 from tests.conftest import hear, say

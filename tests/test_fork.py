@@ -1,7 +1,7 @@
 """A forked child owns nothing of pymux: whatever it does ends at once, and the parent goes on."""
 
+import os
 import signal
-import time
 
 import pytest
 
@@ -47,7 +47,10 @@ say("fine")
         ("del block, region, mux; gc.collect(); sys.exit(0)", 0),
         ("mux.close(); sys.exit(0)", 0),
         (
-            "[told(c) for c in (mux.stats, mux.evict, mux.trim_host, mux.trace, lambda: region.allocate(5))]; sys.exit(0)",
+            (
+                "[told(c) for c in (mux.stats, mux.evict, mux.trim_host, mux.trace)]; told(lambda: region.allocate(5)); "
+                "sys.exit(0)"
+            ),
             0,
         ),
         ("told(lambda: mux.phase('p').__enter__()); told(region.__enter__); sys.exit(0)", 0),
@@ -130,16 +133,11 @@ say("again")
         node.until(lambda s: s["queue"])
         a.send_signal(signal.SIGKILL)
         a.wait()
-        began = time.monotonic()
         assert hear(b) == "has it"
         assert hear(b) == "again"
-        assert time.monotonic() - began < 30, "it took so long as the worker lives, or a timeout"
-        import os
-
-        os.kill(worker, 0)
+        os.kill(worker, 0)  # it lives all the while
     finally:
-        with_worker = __import__("os")
-        with_worker.kill(worker, signal.SIGKILL)
+        os.kill(worker, signal.SIGKILL)
 
 
 def test_pools_of_processes_work_beside_it(node):

@@ -9,8 +9,8 @@ from tests.conftest import ROOT
 
 PACKAGE = ROOT / "pymux"
 SANS_IO = {
-    "bank", "deadlocks", "dispatch", "estimator", "events", "hostbudget", "jobs", "lease", "members", "pages", "plan", "policy",
-    "scheduler", "table",
+    "bank", "deadlocks", "dispatch", "estimator", "events", "hostbudget", "jobs", "lease", "members", "pages", "plan",
+    "policy", "scheduler", "table",
 }  # fmt: skip
 PUBLIC = {"pymux", "pymux.integrations", "pymux.mux", "pymux.region", "pymux.errors", "pymux._core", "pymux.config"}
 

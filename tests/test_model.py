@@ -38,13 +38,13 @@ def test_no_order_of_events_breaks_a_promise(setup):
 
 
 def test_a_broken_scheduler_is_caught(monkeypatch):
-    monkeypatch.setattr("pymux.table.Table.occupy", lambda self, lease: None)  # noqa: ARG005
+    monkeypatch.setattr("pymux.table.Table.occupy", lambda self, lease: None)
     with pytest.raises(Violation, match="after\n  open"):
         explore(Setup("two", PAIR, **NOTHING))
 
 
 def test_a_scheduler_that_forgets_somebody_is_caught(monkeypatch):
-    monkeypatch.setattr(Policy, "order", lambda self, waiting, now: [0])  # noqa: ARG005
+    monkeypatch.setattr(Policy, "order", lambda self, waiting, now: [0])
     monkeypatch.setattr("pymux.scheduler.Scheduler._recall", lambda *_: None)
     with pytest.raises(Violation, match="stuck"):
         explore(Setup("two", PAIR, **NOTHING))

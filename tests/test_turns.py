@@ -325,7 +325,7 @@ def test_a_cancelled_body_gives_the_device_back(mux):
 
 
 def test_other_tasks_run_while_one_is_idle(mux):
-    order = []
+    order, done = [], asyncio.Event()
 
     async def first():
         async with mux.phase("first") as lease:
@@ -344,8 +344,6 @@ def test_other_tasks_run_while_one_is_idle(mux):
         done.set()
 
     async def main():
-        global done
-        done = asyncio.Event()
         await asyncio.gather(first(), second())
 
     asyncio.run(main())

@@ -59,7 +59,7 @@ def _walk(x: Any, at: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]
 
 def unusable(t: torch.Tensor) -> str | None:
     """Say what a tensor is when it is none whose memory is one strided range; else None."""
-    if isinstance(t, torch.nn.parameter.UninitializedTensorMixin):
+    if torch.nn.parameter.is_lazy(t):
         return "a lazy module's parameter without a shape; run a batch through the module first"
     if t.is_nested:
         return "a nested tensor, which has several parts; adopt its values() and offsets()"

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parameter import UninitializedTensorMixin
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
@@ -98,7 +97,7 @@ class Integration:
 
     @contextlib.contextmanager
     def _innermost(self, pool: Any, device: torch.device) -> Iterator[None]:
-        """Route this thread's allocations to a pool, and to no other meanwhile: torch takes the first that was begun."""
+        """Route this thread's allocations to a pool alone, since torch takes the first that was begun."""
         if not hasattr(self._local, "pools"):
             self._local.pools = []
         pools: list[tuple[Any, torch.device, contextlib.ExitStack]] = self._local.pools
@@ -308,7 +307,7 @@ def _plain(*values: Any) -> list[torch.Tensor]:
         and t.layout == torch.strided
         and not t.is_quantized
         and not is_traceable_wrapper_subclass(t)
-        and not isinstance(t, UninitializedTensorMixin)
+        and not torch.nn.parameter.is_lazy(t)
         and torch._C._has_storage(t)  # noqa: SLF001 - no public form
     ]
 
