@@ -9,7 +9,7 @@ several connections arrives in any order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
@@ -24,17 +24,15 @@ class Wait:
 
     Attributes:
         who: waits.
-        behind: those that have what it waits for; it needs all of them to end.
+        behind: those that have what it waits for, all of which it needs to end, and how a person knows what they have.
         order: of arrival.
         what: the request, for who is to fail it.
-        label: how a person knows it.
     """
 
     who: Opener
-    behind: frozenset[Opener]
+    behind: Mapping[Opener, str]
     order: int
     what: Any
-    label: str
 
 
 class Deadlocks:
@@ -71,15 +69,17 @@ def _cycle(waits: Sequence[Wait]) -> list[Wait]:
 
 def explain(cycle: Sequence[Wait], phase: str) -> str:
     """Say to the first of a cycle what it waits for."""
-    chain = [w.label for w in cycle[:4]] + (["..."] if len(cycle) > 4 else []) + [cycle[0].label]
+    has = [w.behind[after.who] for w, after in zip(cycle, [*cycle[1:], cycle[0]], strict=True)]
+    if len(has) > 4:
+        has[2:-1] = ["..."]
     return (
-        f"phase {_short(phase)!r} would wait for ever: {' waits for '.join(chain)}. Open phases in the same order "
-        f"everywhere, or have the devices in one connection: connect(devices=[0, 1])."
+        f"phase {_short(phase)!r} would wait for ever: for {', whose thread waits for '.join(has)}, which this thread "
+        f"has open. Open phases in the same order everywhere, or use one connection: connect(devices=[0, 1])."
     )
 
 
 def label(job: str, name: str, process: int) -> str:
-    """Name an opener's process."""
+    """Name a client."""
     return f"{_short(job)}/{_short(name)} (pid {process})"
 
 

@@ -648,7 +648,7 @@ class Mux:
     def _lookup(self, names: Sequence[str]) -> list[_core.Region]:
         missing = [n for n in names if not isinstance(n, str) or n not in self._regions]
         if missing:
-            known = config.clip(list(self._regions), 100) if self._regions else "none"
+            known = config.clip(list(self._regions), 100).strip("[]") or "none"
             raise UnknownRegion(
                 f"no region {config.clip(missing[0])} in job {config.clip(self.job)}; it has {known}. Create it with "
                 f"mux.region(...) first."

@@ -696,10 +696,10 @@ class Scheduler:
         waits = [w for x in requests for w in self._waits_of(x)]
         for event, order in self._queued.values():
             client = self.members.clients[event.client]
-            behind = frozenset({(client.process, event.behind)})
-            what = (client, event)
-            name = label(client.job.name, client.name, client.process)
-            waits.append(Wait(who=(client.process, event.opener), behind=behind, order=order, what=what, label=name))
+            behind = {(client.process, event.behind): self._label(client.id)}
+            waits.append(
+                Wait(who=(client.process, event.opener), behind=behind, order=order, what=(client, event)),
+            )
         cycle = self._deadlocks.look(waits, now)
         if not cycle:
             return
@@ -715,25 +715,24 @@ class Scheduler:
     def _waits_of(self, request: Lease) -> list[Wait]:
         """Who waits in a request, and for whom: those in its way, and those that its devices are kept for."""
         clients = self.members.clients
-        behind: set[Opener] = set()
+        behind: dict[Opener, str] = {}
         ahead = [x for d in request.devices for x in self.table.on[d] if not self.dispatcher.together(x, request)]
         own = self.table.leases.get(request.group)
         for lease in [*ahead, own] if own else ahead:
-            behind |= {(clients[c].process, opener) for c, opener in lease.kept.items() if c in clients}
+            behind |= {(clients[c].process, n): self._label(c) for c, n in lease.kept.items() if c in clients}
         for heir in {self._heirs[d].order: self._heirs[d] for d in request.devices & self._heirs.keys()}.values():
             if heir is not request and heir.state is State.WAITING:
-                behind |= {(clients[c].process, n) for c, n in heir.askers.items() if c in heir.openers}
+                asks = ((c, n) for c, n in heir.askers.items() if c in heir.openers)
+                behind |= {(clients[c].process, n): self._label(c) for c, n in asks}
         return [
-            Wait(
-                who=(clients[c].process, request.askers[c]),
-                behind=frozenset(behind),
-                order=request.order,
-                what=request,
-                label=label(clients[c].job.name, clients[c].name, clients[c].process),
-            )
+            Wait(who=(clients[c].process, request.askers[c]), behind=behind, order=request.order, what=request)
             for c in request.openers
             if c in request.askers
         ]
+
+    def _label(self, client: int) -> str:
+        c = self.members.clients[client]
+        return label(c.job.name, c.name, c.process)
 
     def _watch(self, now: float, out: list[Action]) -> None:
         """Ask those whom somebody waits for whether they run; pass over those who do not."""

@@ -46,13 +46,8 @@ say("fine")
         ("os.execv(sys.executable, [sys.executable, '-c', 'print()'])", 0),
         ("del block, region, mux; gc.collect(); sys.exit(0)", 0),
         ("mux.close(); sys.exit(0)", 0),
-        (
-            (
-                "[told(c) for c in (mux.stats, mux.evict, mux.trim_host, mux.trace)]; told(lambda: region.allocate(5)); "
-                "sys.exit(0)"
-            ),
-            0,
-        ),
+        ("[told(c) for c in (mux.stats, mux.evict, mux.trim_host, mux.trace)]; sys.exit(0)", 0),
+        ("told(lambda: region.allocate(5)); sys.exit(0)", 0),
         ("told(lambda: mux.phase('p').__enter__()); told(region.__enter__); sys.exit(0)", 0),
         ("told(lambda: pymux.connect('child')); sys.exit(0)", 0),
         ("told(lambda: pymux.connect('a')); sys.exit(0)", 0),

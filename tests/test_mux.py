@@ -524,9 +524,14 @@ def test_time_in_a_phase_is_not_lost_to_waiting_threads(mux):
 
     t = threading.Thread(target=tick)
     t.start()
-    with pymux.connect("holder") as other, other.phase("x"), pytest.raises(pymux.AcquireTimeout):
+    holder = pymux.connect("holder")
+    phase = holder.phase("x")
+    holder._enter(phase, detached=True)  # as another process would
+    with pytest.raises(pymux.AcquireTimeout):
         with mux.phase("y", timeout=0.3):
             pass
+    phase.__exit__(None, None, None)
+    holder.close()
     stop.set()
     t.join()
     assert len(ticks) > 10
